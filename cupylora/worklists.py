@@ -1,0 +1,214 @@
+"""What the ops hand to each other: plain bundles of arrays, NumPy or device alike.
+
+``route`` makes a :class:`Routing`; ``build_segments`` cuts it into a :class:`Segments` work list;
+``slot_lookup`` and ``pointer_expand`` make :class:`TokenLora` and :class:`RowLora`;
+``build_problems`` turns those into :class:`LoraProblems`. Arrays have the size of the largest
+possible list; how much of one is valid is a count that lives beside it (on the device for device
+arrays), so the host never reads anything back.
+
+Letters: T tokens, k top-k, R = T·k rows, E local experts, S segment capacity, M modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+__all__ = [
+    "PACKED",
+    "ROW_MAJOR",
+    "SLOT_ENTRY",
+    "SLOT_ENTRY_BYTES",
+    "STATUS_BAD_LAYOUT",
+    "STATUS_BAD_RANK",
+    "STATUS_BAD_SLOT",
+    "STATUS_CAPACITY",
+    "TILE_ROWS",
+    "GemmProblems",
+    "LoraProblems",
+    "LoraSlice",
+    "Routing",
+    "RowLora",
+    "RowOrder",
+    "Segments",
+    "TokenLora",
+    "choose_tile_rows",
+    "segment_capacity",
+    "tile_capacity",
+]
+
+Array = Any
+"""A NumPy or CuPy array."""
+
+RowOrder = Literal["token_major", "k_major"]
+"""How a pair (token t, choice j) is numbered: t·k + j, or j·T + t."""
+
+ROW_MAJOR, PACKED = 0, 1
+"""Layouts of A in a slot entry: [rank, in] rows, or swizzled K-chunks (see adapters.packing)."""
+
+SLOT_ENTRY = np.dtype(
+    [
+        ("a_ptr", "<u8"),
+        ("b_ptr", "<u8"),
+        ("a_expert_stride", "<i8"),
+        ("b_expert_stride", "<i8"),
+        ("rank", "<i4"),
+        ("scale", "<f4"),
+        ("a_layout", "<i4"),
+        ("generation", "<i4"),
+    ]
+)
+"""One (layer·module, slot) of the slot table. Addresses and strides in bytes; stride 0: one factor
+for all experts; rank 0: the slot does not touch this module. CUDA side: lora/slot_entry.cuh."""
+
+SLOT_ENTRY_BYTES = SLOT_ENTRY.itemsize
+
+TILE_ROWS = (8, 16, 32)
+"""Rows that a tile may hold: small tiles for decode, large ones to read weights less often."""
+
+STATUS_BAD_SLOT, STATUS_BAD_RANK, STATUS_BAD_LAYOUT, STATUS_CAPACITY = 1, 2, 4, 8
+"""Bits of the error-flag word that device work sets: a slot >= max_loras, a rank out of range, A in
+another layout than the caller can read, a list longer than the room given for it."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Rows sorted by (expert, slot, pair), or another stack's order given in the same form.
+
+    row_to_pair: int32 [R], -1 for ghost rows (those from ``expert_first_token_offset[E]`` on).
+    pair_to_row: int32 [R], -1 for a pair whose expert is not ours.
+    expert_first_token_offset: int64 [E+1], first row of each local expert; the last entry is the
+    number of valid rows.
+    """
+
+    row_to_pair: Array
+    pair_to_row: Array
+    expert_first_token_offset: Array
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    start_expert: int = 0
+    row_order: RowOrder = "token_major"
+
+    @property
+    def num_rows(self) -> int:
+        """R = T·k."""
+        return self.num_tokens * self.top_k
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Maximal runs of rows with one (expert, slot), and the row tiles of those with an adapter.
+
+    start: int32 [S+1], first row of each segment, closed by the number of valid rows.
+    expert, slot: int32 [S]; slot -1 is a run of base rows (it has no tiles).
+    count: int32 [1] on the arrays' device.
+    tiles: int32 [tile_capacity, 4], (first row, rows, local expert, slot), in row order; a segment
+    of m rows has ceil(m / tile_rows) of them.
+    tile_count: int32 [1].
+    """
+
+    start: Array
+    expert: Array
+    slot: Array
+    count: Array
+    tiles: Array
+    tile_count: Array
+    tile_rows: int
+
+
+@dataclass(frozen=True)
+class TokenLora:
+    """Per module and token, what the token's slot holds: all arrays [M, T].
+
+    rank int32 (0: none), a_ptr and b_ptr uint64 (expert 0), a_stride and b_stride int64 (bytes from
+    one expert to the next, 0 when shared), scale float32. A token of no adapter has zeros
+    throughout.
+    """
+
+    rank: Array
+    a_ptr: Array
+    b_ptr: Array
+    a_stride: Array
+    b_stride: Array
+    scale: Array
+
+
+@dataclass(frozen=True)
+class RowLora:
+    """Per row: source token int32 [R] and local expert int32 [R] (-1 both for ghosts), and per
+    module rank int32, a_ptr and b_ptr uint64, scale float32, each [M, R] (zeros for ghost and base
+    rows).
+    """
+
+    token: Array
+    expert: Array
+    rank: Array
+    a_ptr: Array
+    b_ptr: Array
+    scale: Array
+
+
+@dataclass(frozen=True)
+class GemmProblems:
+    """``D[m, n] = beta·D + alpha · A[m, k] · B[n, k]ᵀ`` for each of up to P problems.
+
+    m, n, k int32 [P]; a, b, d uint64 [P] addresses; lda, ldb, ldd int64 [P] elements between rows;
+    alpha float32 [P]; count int32 [1], the number of valid problems.
+    """
+
+    m: Array
+    n: Array
+    k: Array
+    a: Array
+    b: Array
+    d: Array
+    lda: Array
+    ldb: Array
+    ldd: Array
+    alpha: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class LoraProblems:
+    """Shrink and expand problems of one LoRA module, and optional split-K offsets int64 [P+1]."""
+
+    shrink: GemmProblems
+    expand: GemmProblems
+    splitk_offsets: Array | None = None
+
+
+@dataclass(frozen=True)
+class LoraSlice:
+    """One module of an operation whose modules share x: where its delta goes in y.
+
+    Output feature n of ``out_features`` is added to column ``y_column + n * y_stride``; a stride
+    of 2 serves gate and up projections whose columns interleave.
+    """
+
+    out_features: int
+    y_column: int = 0
+    y_stride: int = 1
+
+
+def segment_capacity(num_rows: int, num_experts: int, max_loras: int) -> int:
+    """Most segments a *sorted* list of ``num_rows`` rows can have (base rows are a group too)."""
+    return max(1, min(num_rows, num_experts * (max_loras + 1)))
+
+
+def tile_capacity(num_rows: int, segments: int, tile_rows: int) -> int:
+    """Most row tiles: every segment may end in a partial one."""
+    return max(1, min(num_rows, segments + num_rows // tile_rows))
+
+
+def choose_tile_rows(num_rows: int, num_experts: int) -> int:
+    """Rows a tile should hold for R rows over E experts, by sizes known at capture time.
+
+    The rows an expert can expect, R / E, bound what a tile can share: decode batches have a row or two
+    a segment and want small tiles, prefill reads its weights less often with large ones.
+    """
+    per_expert = num_rows / num_experts
+    return 8 if per_expert <= 16 else 16 if per_expert <= 512 else 32
