@@ -1,0 +1,58 @@
+// Thin wrappers over memory instructions: wide loads, asynchronous copies, ldmatrix.
+#pragma once
+#include "ptx/types.cuh"
+
+// 16 or 8 bytes through the read-only path, zeros where `valid` is false. Volatile keeps the loads
+// of a pipeline stage issued together, ahead of the products that use the stage before.
+__device__ __forceinline__ uint4 load16_if(const void* address, bool valid) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "mov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n"
+      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(address), "r"(static_cast<u32>(valid)));
+  return v;
+}
+
+__device__ __forceinline__ uint2 load8_if(const void* address, bool valid) {
+  uint2 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n"
+      "}\n"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(address), "r"(static_cast<u32>(valid)));
+  return v;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies `bytes` (0..16) to shared memory and fills the rest of the 16 with zeros.
+__device__ __forceinline__ void copy16_async(u32 shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
+               "r"(bytes));
+}
+__device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;\n" ::); }
+template <int kPending>
+__device__ __forceinline__ void wait_async() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
+}
+
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared));
+}

@@ -1,0 +1,68 @@
+"""``cupylora doctor``: what the probe found, versions, architectures and the cache folder."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cupylora import __version__
+from cupylora.compiler import ARCHITECTURES
+from cupylora.compiler.nvrtc import compiler_version
+from cupylora.device import DeviceInfo, DeviceState, probe
+from cupylora.errors import CompileError
+from cupylora.resources import cuda_source_dir
+
+__all__ = ["command"]
+
+
+@click.command("doctor")
+def command() -> None:
+    """Say whether the GPU can be used, and what is missing."""
+    info = probe()
+    table = Table(title="cupylora doctor", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in (*_device_rows(info), *_software_rows(info)):
+        table.add_row(*map(escape, row))
+    console = Console()
+    console.print(table)
+    backend = "cuda" if info.state is DeviceState.READY else "numpy"
+    console.print(f"--backend auto uses {backend}.", highlight=False)
+    if info.remedy:
+        console.print(f"Remedy: {info.remedy}", highlight=False, markup=False)
+
+
+def _device_rows(info: DeviceInfo) -> list[tuple[str, str]]:
+    rows = [("GPU", f"{info.state.value}: {info.detail}")]
+    if info.driver_cuda:
+        rows.append(("driver supports", "CUDA {}.{}".format(*info.driver_cuda)))
+    if info.compute_capability and info.memory:
+        capability = "{}.{}".format(*info.compute_capability)
+        rows.append(("compute capability", f"{capability}, takes {info.arch}"))
+        rows.append(("device memory", f"{info.memory / 2**30:.1f} GiB"))
+        rows.append(("devices", str(info.device_count)))
+    return rows
+
+
+def _software_rows(info: DeviceInfo) -> list[tuple[str, str]]:
+    try:
+        nvrtc = "{}.{}".format(*compiler_version())
+    except CompileError as error:
+        nvrtc = f"not available: {error}"
+    return [
+        ("cupylora", __version__),
+        ("Python", platform.python_version()),
+        ("NumPy, ml_dtypes", f"{np.__version__}, {metadata.version('ml_dtypes')}"),
+        ("CuPy", info.cupy_version or "not installed"),
+        ("cuda-bindings", info.bindings_version or "not installed"),
+        ("NVRTC", nvrtc),
+        ("kernels built for", ", ".join(ARCHITECTURES)),
+        ("CUDA sources", str(cuda_source_dir())),
+        ("kernel cache", f"{info.cache_folder} (CUPYLORA_CACHE_DIR)"),
+    ]

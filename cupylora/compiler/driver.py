@@ -1,0 +1,76 @@
+"""The CUDA driver's functions that are used directly, through ctypes on ``libcuda``.
+
+Loaded on first use. ``device`` asks it what there is; ``kernel`` sets attributes and launches with
+it. A ctypes call with arguments made ahead costs a fraction of a microsecond, and the status of
+every call becomes a named error in ``check``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from cupylora.errors import CupyloraError
+
+__all__ = [
+    "CLUSTER_DIMENSION",
+    "PROGRAMMATIC_STREAM_SERIALIZATION",
+    "LaunchAttribute",
+    "LaunchConfig",
+    "check",
+    "error_text",
+    "library",
+]
+
+CLUSTER_DIMENSION = 4
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute; the union ``value`` is seen as words."""
+
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_uint * 16),
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libcuda; raises OSError where no driver is installed.
+
+    The functions have no argument types: callers pass ctypes values, as the launch path needs
+    (a conversion per argument would cost more than the rest of the call).
+    """
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(status: int, doing: str) -> None:
+    """Raise CupyloraError that says what was being done and the driver's name for the failure."""
+    if status != 0:
+        raise CupyloraError(f"{doing} failed: {error_text(status)}")
+
+
+def error_text(status: int) -> str:
+    """The driver's name and description of a status, such as CUDA_ERROR_INVALID_VALUE."""
+    cuda = library()
+    parts = []
+    for function in (cuda.cuGetErrorName, cuda.cuGetErrorString):
+        text = ctypes.c_char_p()
+        if function(ctypes.c_int(status), ctypes.byref(text)) == 0 and text.value:
+            parts.append(text.value.decode(errors="replace"))
+    return f"{': '.join(parts) or 'unknown error'} (status {status})"

@@ -1,0 +1,95 @@
+"""Programs onto the current device: declaration -> cached cubin -> module -> :class:`Kernel`.
+
+A program is compiled and loaded at the first use of one of its kernels on a device and kept.
+Loading a module is not allowed while a stream is being captured: ``warm`` does it ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cupylora.compiler.arch import arch_for, supports
+from cupylora.compiler.cache import default_cache
+from cupylora.compiler.kernel import Kernel
+from cupylora.compiler.programs import PROGRAMS, find_program
+from cupylora.compiler.sources import KernelProgram
+from cupylora.errors import CompileError, DeviceUnavailableError
+
+__all__ = ["load_kernel", "warm"]
+
+_loaded: dict[tuple[int, str], Mapping[str, Kernel]] = {}
+_loading = threading.Lock()
+
+
+def load_kernel(program: str, kernel: str) -> Kernel:
+    """The kernel ``kernel`` of program ``program`` on CuPy's current device.
+
+    Raises CompileError for an unknown name or a program that does not compile, and
+    DeviceUnavailableError for a device that the program is not built for or cannot be loaded on.
+    """
+    kernels = _kernels(program)
+    try:
+        return kernels[kernel]
+    except KeyError:
+        raise CompileError(
+            f"kernel program {program!r} has no kernel {kernel!r}; it has {', '.join(kernels)}"
+        ) from None
+
+
+def warm(programs: Iterable[str] | None = None) -> None:
+    """Compile and load programs (all that the current device supports, if none are named)."""
+    if programs is None:
+        arch = arch_for(_capability())
+        programs = [p.name for p in PROGRAMS if supports(arch, p.min_arch)]
+    for name in programs:
+        _kernels(name)
+
+
+def _kernels(name: str) -> Mapping[str, Kernel]:
+    import cupy
+
+    key = (cupy.cuda.runtime.getDevice(), name)
+    kernels = _loaded.get(key)
+    if kernels is None:
+        with _loading:
+            if key not in _loaded:
+                _loaded[key] = _load(find_program(name))
+            kernels = _loaded[key]
+    return kernels
+
+
+def _load(program: KernelProgram) -> Mapping[str, Kernel]:
+    import cupy
+
+    arch = arch_for(_capability())
+    if not supports(arch, program.min_arch):
+        raise DeviceUnavailableError(
+            f"kernel program {program.name!r} needs {program.min_arch} or newer; "
+            f"the current device takes {arch}"
+        )
+    entry = default_cache().get(program, arch)
+    try:
+        module = cupy.RawModule(path=str(entry.path))
+        return {
+            name: Kernel(f"{program.name}/{name}", _function(module, lowered), module)
+            for name, lowered in entry.lowered.items()
+        }
+    except cupy.cuda.driver.CUDADriverError as error:
+        raise DeviceUnavailableError(
+            f"kernel program {program.name!r} ({entry.path}) cannot be loaded: {error}; "
+            "a driver older than the compiler's CUDA version is the usual reason (see "
+            "`cupylora doctor`)"
+        ) from error
+
+
+def _function(module: Any, lowered: str) -> int:
+    return int(module.get_function(lowered).kernel.ptr)
+
+
+def _capability() -> tuple[int, int]:
+    import cupy
+
+    text = str(cupy.cuda.Device().compute_capability)
+    return int(text[:-1]), int(text[-1])

@@ -1,0 +1,86 @@
+"""The command line apart from ``run``: help, doctor, kernels, and how errors end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from cupylora import __version__
+from cupylora.cli import main
+from cupylora.compiler import ARCHITECTURES, PROGRAMS
+from cupylora.errors import ArgumentError
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+def test_help_lists_commands_without_loading_them() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    assert all(f"\n  {name} " in result.output for name in ("run", "doctor", "kernels"))
+    script = (
+        "import sys; from click.testing import CliRunner; from cupylora.cli import main\n"
+        "assert CliRunner().invoke(main, ['--help']).exit_code == 0\n"
+        "print([m for m in ('cupy', 'cuda.bindings', 'rich', 'numpy') if m in sys.modules])\n"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
+    assert output.decode().strip() == "[]"
+
+
+def test_version() -> None:
+    assert __version__ in CliRunner().invoke(main, ["--version"]).output
+
+
+def test_doctor_tells_state_architectures_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPYLORA_CACHE_DIR", "/some/where")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert ", ".join(ARCHITECTURES) in result.output
+    assert "/some/where" in result.output
+    assert "--backend auto uses " in result.output
+    assert ("Remedy: " in result.output) == ("auto uses numpy" in result.output)
+
+
+def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "cuda-bindings is not installed; install the compiler with cupylora[cuda13]" in (
+        result.output
+    )
+
+
+def test_kernels_lists_every_kernel() -> None:
+    result = CliRunner().invoke(main, ["kernels"])
+    assert result.exit_code == 0, result.output
+    for program in PROGRAMS:
+        assert program.source in result.output
+    assert "fill_uniform" not in result.output
+    assert f"in {len(PROGRAMS)} programs" in result.output
+
+
+def test_own_errors_end_with_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("cupylora.cli.run")
+
+    @click.command("run")
+    def command() -> None:
+        raise ArgumentError("--tokens is -1; give at least 0")
+
+    module.command = command  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupylora.cli.run", module)
+    result = CliRunner().invoke(main, ["run"])
+    assert result.exit_code == 2
+    assert result.stderr == "cupylora: --tokens is -1; give at least 0\n"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["doctor", "--nothing"]])
+def test_wrong_usage_ends_with_code_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(main, arguments).exit_code == 2
