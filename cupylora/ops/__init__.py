@@ -1,0 +1,40 @@
+"""The operations of a LoRA step, one public function a file.
+
+Each takes NumPy arrays (computed by its twin in ``cupylora.reference``) or device arrays (computed by
+our kernels on CuPy's current stream), with the same arguments and results. ``out=`` arguments let a
+caller own all memory; with them given no op allocates.
+"""
+
+from cupylora.ops.activation import activation
+from cupylora.ops.build_problems import build_problems
+from cupylora.ops.build_segments import build_segments
+from cupylora.ops.expert_problems import expert_problems
+from cupylora.ops.fill_uniform import fill_uniform
+from cupylora.ops.finalize import finalize
+from cupylora.ops.grouped_gemm import grouped_gemm
+from cupylora.ops.lora_delta import LoraSlice, lora_delta, lora_workspace_bytes
+from cupylora.ops.permute_rows import permute_rows
+from cupylora.ops.pointer_expand import pointer_expand
+from cupylora.ops.requests_to_tokens import requests_to_tokens
+from cupylora.ops.route import route
+from cupylora.ops.slot_lookup import slot_lookup
+from cupylora.ops.status import DeviceStatus
+
+__all__ = [
+    "DeviceStatus",
+    "LoraSlice",
+    "activation",
+    "build_problems",
+    "build_segments",
+    "expert_problems",
+    "fill_uniform",
+    "finalize",
+    "grouped_gemm",
+    "lora_delta",
+    "lora_workspace_bytes",
+    "permute_rows",
+    "pointer_expand",
+    "requests_to_tokens",
+    "route",
+    "slot_lookup",
+]

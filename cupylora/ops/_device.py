@@ -1,0 +1,176 @@
+"""What every device op needs: dispatch to its NumPy twin, outputs, and launches on CuPy's stream.
+
+An op is written once for the device and bound to its twin by :func:`device_op`, which also gives it
+the twin's signature and docstring. Host arrays go to the twin, device arrays to the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from cupylora.checks import check_array, is_on_device
+from cupylora.compiler.kernel import Kernel, Launch
+from cupylora.compiler.loader import load_kernel
+from cupylora.dtypes import dtype_name
+from cupylora.errors import ArgumentError
+from cupylora.worklists import Array, GemmProblems, Routing
+
+__all__ = [
+    "GEMM_PROBLEMS",
+    "address",
+    "blocks_for",
+    "device_op",
+    "enqueue",
+    "kernel_dtype",
+    "output",
+    "pack_problems",
+    "problems_output",
+    "resident_blocks",
+    "route_arguments",
+    "status_pointer",
+    "vector_aligned",
+]
+
+_PROBLEM_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("m", "n", "k"), np.int32),
+    **dict.fromkeys(("a", "b", "d"), np.uint64),
+    **dict.fromkeys(("lda", "ldb", "ldd"), np.int64),
+    "alpha": np.float32,
+}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+GEMM_PROBLEMS = "bytes88"
+"""The parameter type of a GemmProblems list with its count (gemm/problems.cuh)."""
+
+
+def device_op(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a device function the public op whose NumPy twin is ``twin``."""
+
+    def bind(device: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(twin)
+        def op(*args: P.args, **kwargs: P.kwargs) -> R:
+            first: Any = args[0] if args else next(iter(kwargs.values()), None)
+            return device(*args, **kwargs) if _lives_on_device(first) else twin(*args, **kwargs)
+
+        op.__module__ = device.__module__
+        return op
+
+    return bind
+
+
+def _lives_on_device(value: Any) -> bool:
+    if dataclasses.is_dataclass(value):
+        value = getattr(value, dataclasses.fields(value)[0].name)
+    return is_on_device(value)
+
+
+def output(name: str, out: Any, shape: tuple[int, ...], dtype: Any, *, zero: bool = False) -> Array:
+    """``out`` once checked, or a new device array (zeros where ``zero``, else not set)."""
+    if out is None:
+        import cupy
+
+        return cupy.zeros(shape, dtype) if zero else cupy.empty(shape, dtype)
+    check_array(name, out, dtype=np.dtype(dtype), shape=shape, writable=True, on_device=True)
+    return out
+
+
+def address(array: Array | None) -> int:
+    """Device address of an array's first element, 0 for none."""
+    return 0 if array is None else int(array.data.ptr)
+
+
+def vector_aligned(array: Array) -> bool:
+    """Whether rows of a C-contiguous 2-D array all start on 16-byte boundaries."""
+    return address(array) % 16 == 0 and array.shape[1] * array.dtype.itemsize % 16 == 0
+
+
+def status_pointer(status: Any) -> int:
+    """Address of the error-flag word: of a DeviceStatus, of an int32 [1] device array, or 0."""
+    if status is None:
+        return 0
+    pointer = getattr(status, "device_pointer", None)
+    if pointer is not None:
+        return int(pointer)
+    check_array("status", status, dtype=np.dtype(np.int32), shape=(1,), on_device=True)
+    return address(status)
+
+
+@functools.cache
+def _launch(device: int, program: str, kernel: str, types: tuple[str, ...]) -> Launch:
+    return load_kernel(program, kernel).prepare(types)
+
+
+def enqueue(
+    program: str,
+    kernel: str,
+    types: tuple[str, ...],
+    grid: Sequence[int],
+    threads: int,
+    args: Sequence[Any],
+    smem: int = 0,
+) -> None:
+    """Launch a kernel on CuPy's current stream of the current device."""
+    import cupy
+
+    launch = _launch(cupy.cuda.runtime.getDevice(), program, kernel, types)
+    shape = (grid[0], grid[1] if len(grid) > 1 else 1, 1)
+    launch(cupy.cuda.get_current_stream().ptr, shape, (threads, 1, 1), smem, args)
+
+
+@functools.cache
+def _resident(device: int, program: str, kernel: str, threads: int, smem: int) -> int:
+    import cupy
+
+    attributes = cupy.cuda.Device(device).attributes
+    loaded: Kernel = load_kernel(program, kernel)
+    return int(attributes["MultiProcessorCount"]) * max(1, loaded.blocks_per_sm(threads, smem))
+
+
+def resident_blocks(program: str, kernel: str, threads: int, smem: int = 0) -> int:
+    """Blocks of a kernel that the whole current device holds at a time: a persistent grid."""
+    import cupy
+
+    return _resident(cupy.cuda.runtime.getDevice(), program, kernel, threads, smem)
+
+
+def blocks_for(items: int, per_block: int) -> int:
+    """Blocks that cover ``items``; at least one, since a grid cannot be empty."""
+    return max(1, -(-items // per_block))
+
+
+def route_arguments(routing: Routing) -> tuple[int, int, int]:
+    """(num_tokens, top_k, k_major), as the kernels take them. ``num_tokens`` 0 becomes 1: it is a
+    divisor there, and no row depends on it."""
+    return max(1, routing.num_tokens), routing.top_k, int(routing.row_order == "k_major")
+
+
+def pack_problems(problems: GemmProblems, *, count: bool) -> bytes:
+    """The addresses of a problem list's arrays as the kernels' struct, with or without the count."""
+    fields = [f.name for f in dataclasses.fields(GemmProblems)]
+    pointers = [address(getattr(problems, f)) for f in (fields if count else fields[:-1])]
+    return struct.pack(f"{len(pointers)}Q", *pointers)
+
+
+def problems_output(name: str, out: GemmProblems | None, room: int) -> GemmProblems:
+    """``out``, which must have room for exactly ``room`` problems, or new arrays of that room."""
+    if out is not None and not isinstance(out, GemmProblems):
+        raise ArgumentError(f"{name} is a {type(out).__name__}; a GemmProblems is needed")
+    arrays = {}
+    for field, dtype in _PROBLEM_FIELDS.items():
+        given = None if out is None else getattr(out, field)
+        arrays[field] = output(f"{name}.{field}", given, (room,), dtype)
+    count = output(f"{name}.count", None if out is None else out.count, (1,), np.int32)
+    return GemmProblems(**arrays, count=count)
+
+
+def kernel_dtype(array: Array) -> str:
+    """Name of the kernel instance for an array's element type."""
+    return dtype_name(array.dtype)

@@ -1,0 +1,146 @@
+"""Router output -> rows sorted by (expert, slot, pair), on the device (route/sort.cu).
+
+In: ``topk_ids`` and ``token_to_slot``. Out: a Routing. Up to RANK_LIMIT pairs one launch ranks each
+pair by counting; above, two stable counting sorts, by slot and then by expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupylora import reference
+from cupylora.checks import INT32, check_array, check_choice, check_int
+from cupylora.errors import ArgumentError
+from cupylora.ops._device import (
+    address,
+    blocks_for,
+    device_op,
+    enqueue,
+    output,
+    route_arguments,
+    status_pointer,
+)
+from cupylora.shapes import MAX_EXPERTS
+from cupylora.worklists import Array, Routing, RowOrder
+
+__all__ = ["RANK_LIMIT", "route"]
+
+RANK_LIMIT = 4096
+"""Pairs up to which counting every smaller pair is the faster way."""
+
+_PAIRS_PER_BLOCK = 128
+_RANK_THREADS = 1024
+_SORT_THREADS = 512
+_PAIRS = ("ptr", "ptr", "i32", "i32", "i32", "i32", "i32", "i32")
+_RANK = (*_PAIRS, "ptr", "ptr", "ptr", "ptr")
+_HISTOGRAM = (*_PAIRS, "ptr", "i32", "i32", "ptr", "ptr")
+_SCAN = ("ptr", "i32", "i32", "ptr")
+_SCATTER = (*_PAIRS, "ptr", "i32", "i32", "ptr", "ptr", "ptr", "ptr", "ptr")
+
+
+@device_op(reference.route)
+def route(
+    topk_ids: Array,
+    token_to_slot: Array,
+    *,
+    num_experts: int,
+    max_loras: int,
+    start_expert: int = 0,
+    row_order: RowOrder = "token_major",
+    out: Routing | None = None,
+    status: Array | None = None,
+) -> Routing:
+    num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+    max_loras = check_int("max_loras", max_loras, 1)
+    start_expert = check_int("start_expert", start_expert, 0)
+    check_choice("row_order", row_order, ("token_major", "k_major"))
+    check_array("topk_ids", topk_ids, dtype=INT32, shape=(None, None), on_device=True)
+    tokens, top_k = topk_ids.shape
+    check_int("topk_ids.shape[1]", top_k, 1)
+    check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(tokens,), on_device=True)
+    result = _output(
+        out,
+        num_tokens=tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        start_expert=start_expert,
+        row_order=row_order,
+    )
+    pairs = (
+        address(topk_ids),
+        address(token_to_slot),
+        tokens,
+        *route_arguments(result)[1:],
+        num_experts,
+        start_expert,
+        max_loras,
+    )
+    if result.num_rows <= RANK_LIMIT:
+        _rank(result, pairs, status_pointer(status))
+    else:
+        _sort(result, pairs, max_loras, status_pointer(status))
+    return result
+
+
+def _rank(result: Routing, pairs: tuple[int, ...], status: int) -> None:
+    count = result.num_rows
+    args = (
+        *pairs,
+        address(result.row_to_pair),
+        address(result.pair_to_row),
+        address(result.expert_first_token_offset),
+        status,
+    )
+    grid = (blocks_for(count, _PAIRS_PER_BLOCK),)
+    enqueue("sort", "route_rank", _RANK, grid, _RANK_THREADS, args, smem=-(-count // 32) * 128)
+
+
+def _sort(result: Routing, pairs: tuple[int, ...], max_loras: int, status: int) -> None:
+    import cupy
+
+    blocks = blocks_for(result.num_rows, _SORT_THREADS)
+    most = max(max_loras, result.num_experts) + 1
+    histogram = cupy.empty((most, blocks), np.int32)
+    totals = cupy.empty(most, np.int32)
+    by_slot = cupy.empty(result.num_rows, np.int32)
+    passes = (
+        (0, max_loras + 1, 0, address(by_slot), 0, 0),
+        (
+            1,
+            result.num_experts + 1,
+            address(by_slot),
+            address(result.row_to_pair),
+            address(result.pair_to_row),
+            address(result.expert_first_token_offset),
+        ),
+    )
+    for by_expert, digits, order, target, pair_to_row, offsets in passes:
+        head = (*pairs, order, by_expert, digits, address(histogram))
+        words = digits * 4
+        enqueue(
+            "sort", "digit_histogram", _HISTOGRAM, (blocks,), _SORT_THREADS, (*head, status), words
+        )
+        scan = (address(histogram), digits, blocks, address(totals))
+        enqueue("sort", "digit_scan", _SCAN, (blocks_for(digits, 8),), 256, scan)
+        tail = (address(totals), target, pair_to_row, offsets)
+        enqueue("sort", "digit_scatter", _SCATTER, (blocks,), _SORT_THREADS, (*head, *tail), words)
+
+
+def _output(out: Routing | None, **sizes: Any) -> Routing:
+    if out is not None and not isinstance(out, Routing):
+        raise ArgumentError(f"out is a {type(out).__name__}; a Routing is needed")
+    for field, needed in sizes.items():
+        if out is not None and getattr(out, field) != needed:
+            raise ArgumentError(f"out.{field} is {getattr(out, field)!r}; {needed!r} is needed")
+    rows, experts = sizes["num_tokens"] * sizes["top_k"], sizes["num_experts"]
+    arrays = {
+        field: output(f"out.{field}", out and getattr(out, field), shape, dtype)
+        for field, shape, dtype in (
+            ("row_to_pair", (rows,), np.int32),
+            ("pair_to_row", (rows,), np.int32),
+            ("expert_first_token_offset", (experts + 1,), np.int64),
+        )
+    }
+    return Routing(**arrays, **sizes)

@@ -1,0 +1,67 @@
+"""Slot of each token -> what that slot holds, on the device (route/pointers.cu).
+
+In: ``token_to_slot`` and rows of the slot table. Out: a TokenLora for ``pointer_expand``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupylora import reference
+from cupylora.checks import INT32, check_array, check_choice, check_int, check_slot_entries
+from cupylora.errors import ArgumentError
+from cupylora.ops._device import address, blocks_for, device_op, enqueue, output, status_pointer
+from cupylora.shapes import MAX_RANK
+from cupylora.worklists import PACKED, ROW_MAJOR, Array, TokenLora
+
+__all__ = ["slot_lookup"]
+
+_THREADS = 256
+_TYPES = ("ptr", "i32", "ptr", *("i32",) * 4, *("ptr",) * 6, "ptr")
+_FIELDS = {
+    "rank": np.int32,
+    "a_ptr": np.uint64,
+    "b_ptr": np.uint64,
+    "a_stride": np.int64,
+    "b_stride": np.int64,
+    "scale": np.float32,
+}
+
+
+@device_op(reference.slot_lookup)
+def slot_lookup(
+    token_to_slot: Array,
+    table: Array,
+    *,
+    max_rank: int = MAX_RANK,
+    a_layout: int = ROW_MAJOR,
+    out: TokenLora | None = None,
+    status: Array | None = None,
+) -> TokenLora:
+    max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
+    check_choice("a_layout", a_layout, (ROW_MAJOR, PACKED))
+    modules, max_loras = check_slot_entries("table", table, on_device=True)
+    check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(None,), on_device=True)
+    if out is not None and not isinstance(out, TokenLora):
+        raise ArgumentError(f"out is a {type(out).__name__}; a TokenLora is needed")
+    tokens = len(token_to_slot)
+    result = TokenLora(
+        **{
+            f: output(f"out.{f}", out and getattr(out, f), (modules, tokens), dtype)
+            for f, dtype in _FIELDS.items()
+        }
+    )
+    args = (
+        address(token_to_slot),
+        tokens,
+        address(table),
+        modules,
+        max_loras,
+        max_rank,
+        a_layout,
+        *(address(getattr(result, f)) for f in _FIELDS),
+        status_pointer(status),
+    )
+    grid = (blocks_for(modules * tokens, _THREADS),)
+    enqueue("pointers", "slot_lookup", _TYPES, grid, _THREADS, args)
+    return result

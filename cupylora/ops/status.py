@@ -1,0 +1,49 @@
+"""The error-flag word that device work sets where the host could not check beforehand.
+
+A kernel that meets a slot or rank that does not exist treats it as 'no adapter' and sets a bit here.
+The word is pinned host memory, so looking at it costs no synchronisation: a call reports what work
+before it has met so far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupylora.errors import ArgumentError
+from cupylora.worklists import (
+    STATUS_BAD_LAYOUT,
+    STATUS_BAD_RANK,
+    STATUS_BAD_SLOT,
+    STATUS_CAPACITY,
+)
+
+__all__ = ["DeviceStatus"]
+
+_MEANING = {
+    STATUS_BAD_SLOT: "token_to_slot held a slot >= max_loras; its rows ran without an adapter",
+    STATUS_BAD_RANK: "a slot entry held a rank below 0 or above max_rank; it ran as rank 0",
+    STATUS_BAD_LAYOUT: "a slot entry held A in another layout than the caller asked for; "
+    "it ran as rank 0 (make the slot table with the layout that its reader needs)",
+    STATUS_CAPACITY: "the rows made more segments or problems than there was room for, and the "
+    "last of them were left out; raise max_segments or max_problems",
+}
+
+
+class DeviceStatus:
+    """One pinned word, passed to device ops as ``status``; ``check`` raises what they found."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._memory = cupy.cuda.alloc_pinned_memory(4)
+        self._word = np.frombuffer(self._memory, np.int32, 1)
+        self._word[0] = 0
+        self.device_pointer = int(self._memory.ptr)
+
+    def check(self) -> None:
+        """Raise ArgumentError for the faults seen by finished device work, and forget them."""
+        bits = int(self._word[0])
+        if bits:
+            self._word[0] = 0
+            found = "; ".join(text for bit, text in _MEANING.items() if bits & bit)
+            raise ArgumentError(f"an earlier call's device work reports: {found}")
