@@ -1,0 +1,27 @@
+"""From a directory to a slot: read, check, write; synchronous.
+
+The step between files and device: ``peft`` reads and validates, ``slots`` checks the limits and
+writes. An adapter that fails anywhere leaves its slot serving what it served before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cupylora.adapters.factors import Adapter
+from cupylora.adapters.peft import read_adapter
+from cupylora.adapters.slots import SlotTable
+
+__all__ = ["load_adapter"]
+
+
+def load_adapter(
+    path: str | Path, table: SlotTable, slot: int, *, name: str | None = None
+) -> Adapter:
+    """Load the PEFT directory ``path`` into ``slot`` of ``table``; ``name`` defaults to its name.
+
+    Raises as ``read_adapter`` and ``SlotTable.load`` do, with the slot untouched.
+    """
+    adapter = read_adapter(path, table.model, name=name)
+    table.load(slot, adapter)
+    return adapter

@@ -1,0 +1,301 @@
+"""Where adapters live: one arena of bytes, and the table that kernels look a slot up in.
+
+``SlotTable.load`` takes an :class:`Adapter` (row-major), writes each distinct factor as one
+block into the :class:`Arena` (A packed, B row-major) and then the slot's entries. The ops read
+``entries_of``. The same code serves NumPy and CuPy: ``xp`` is the array module, and only ``_put``
+knows how bytes reach its arrays (on CuPy's current stream, blocks before entries).
+
+Invariants: entries of a slot point at complete blocks of its own adapter or are zero (rank 0, null
+pointers); a block's every byte is written, the padding up to its size class with zeros, so no
+former tenant shows; a failed load changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupylora.adapters.dtypes import factor_dtype, not_finite
+from cupylora.adapters.factors import Adapter
+from cupylora.adapters.packing import pack_a
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.shapes import LoraLimits, ModelShape
+from cupylora.worklists import PACKED, SLOT_ENTRY, SLOT_ENTRY_BYTES
+
+__all__ = ["BLOCK_ALIGNMENT", "Arena", "SlotInfo", "SlotTable", "adapter_bytes", "block_bytes"]
+
+BLOCK_ALIGNMENT = 256
+"""Bytes: every block starts at a multiple of it, and no block is smaller."""
+
+_CLASS_BITS = 4
+
+Array = Any
+"""An array of the table's ``xp``."""
+
+
+def block_bytes(size: int) -> int:
+    """Size class of a block of ``size`` bytes: a multiple of 256, at most 1/16 more beyond 4 KiB.
+
+    Classes make blocks of about equal size interchangeable, so that loading and evicting adapters
+    of mixed ranks does not leave gaps that fit nothing.
+    """
+    step = max(BLOCK_ALIGNMENT, 1 << max(0, (size - 1).bit_length() - 1 - _CLASS_BITS))
+    return -(-size // step) * step
+
+
+class Arena:
+    """One buffer of ``capacity_bytes``, given out in blocks of size classes.
+
+    ``buffer`` is uint8 of the array module ``xp``, its start a multiple of 256; what it holds at
+    first is undefined. Free neighbours merge; a request takes the smallest gap that holds it.
+    """
+
+    def __init__(self, capacity_bytes: int, xp: Any = np) -> None:
+        if capacity_bytes < BLOCK_ALIGNMENT:
+            raise ArgumentError(
+                f"capacity_bytes is {capacity_bytes}; at least {BLOCK_ALIGNMENT} are needed"
+            )
+        self.capacity = capacity_bytes // BLOCK_ALIGNMENT * BLOCK_ALIGNMENT
+        self.xp = xp
+        buffer = xp.empty(self.capacity + BLOCK_ALIGNMENT, dtype=np.uint8)
+        skip = -_address(buffer) % BLOCK_ALIGNMENT
+        self.buffer: Array = buffer[skip : skip + self.capacity]
+        self.address = _address(self.buffer)
+        self._gaps: list[tuple[int, int]] = [(0, self.capacity)]
+        self._blocks: dict[int, int] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in blocks given out, size classes included."""
+        return sum(self._blocks.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not given out, in however many gaps."""
+        return self.capacity - self.used_bytes
+
+    def alloc(self, size: int) -> int:
+        """Offset of a new block for ``size`` bytes; its content is undefined until written.
+
+        Raises CapacityError, with the bytes needed and free, if no gap holds it.
+        """
+        if size < 1:
+            raise ArgumentError(f"size is {size}; a block has at least 1 byte")
+        need = block_bytes(size)
+        fitting = [gap for gap in self._gaps if gap[1] >= need]
+        if not fitting:
+            largest = max((length for _, length in self._gaps), default=0)
+            raise CapacityError(
+                f"arena of {self.capacity} bytes: {need} bytes needed, {self.free_bytes} free "
+                f"(largest gap {largest}); evict an adapter or make the arena larger"
+            )
+        offset, length = min(fitting, key=lambda gap: (gap[1], gap[0]))
+        at = self._gaps.index((offset, length))
+        self._gaps[at : at + 1] = [(offset + need, length - need)] if length > need else []
+        self._blocks[offset] = need
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a block back. Raises ArgumentError if no block starts there."""
+        if offset not in self._blocks:
+            raise ArgumentError(f"offset {offset} is not the start of a block in use")
+        start, length = offset, self._blocks.pop(offset)
+        at = bisect(self._gaps, (start, length))
+        if at < len(self._gaps) and self._gaps[at][0] == start + length:
+            length += self._gaps.pop(at)[1]
+        if at and sum(self._gaps[at - 1]) == start:
+            at -= 1
+            before = self._gaps.pop(at)
+            start, length = before[0], length + before[1]
+        self._gaps.insert(at, (start, length))
+
+    def write(self, offset: int, data: npt.NDArray[Any]) -> None:
+        """Fill the block at ``offset`` with ``data``'s bytes, and the rest of it with zeros."""
+        end = offset + data.nbytes
+        _put(self.buffer[offset:end], np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+        self.buffer[end : offset + self._blocks[offset]] = 0
+
+
+def _address(array: Array) -> int:
+    """Address of an array's first byte, in host or device memory."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _put(target: Array, source: npt.NDArray[Any]) -> None:
+    """Copy host bytes into an array of either module."""
+    if isinstance(target, np.ndarray):
+        target[...] = source
+    else:
+        target.set(source)
+
+
+def adapter_bytes(adapter: Adapter, itemsize: int) -> int:
+    """Arena bytes that ``adapter`` takes at ``itemsize`` bytes an element; shared factors once."""
+    sizes = {
+        (role, id(array)): block_bytes(array.size * itemsize)
+        for factors in adapter.factors.values()
+        for role, array in (("a", factors.a), ("b", factors.b))
+    }
+    return sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """What one slot holds. ``generation`` numbers the table's loads, so that no two are alike."""
+
+    name: str
+    generation: int
+    max_rank: int
+    arena_bytes: int
+
+
+class SlotTable:
+    """Device places for ``limits.max_loras`` adapters of ``model``.
+
+    entries: uint8 [layers · modules, max_loras, 48] of ``xp``, SLOT_ENTRY records; row
+    ``layer · modules + module``. Factors are stored as ``dtype``.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        limits: LoraLimits,
+        dtype: npt.DTypeLike,
+        *,
+        xp: Any = np,
+        arena: Arena,
+    ) -> None:
+        self.model, self.limits, self.arena, self.xp = model, limits, arena, xp
+        self.dtype = factor_dtype(dtype)
+        self._modules = {module.name: i for i, module in enumerate(model.modules)}
+        rows = model.layers * len(self._modules)
+        self.entries: Array = xp.zeros((rows, limits.max_loras, SLOT_ENTRY_BYTES), dtype=np.uint8)
+        self._info: list[SlotInfo | None] = [None] * limits.max_loras
+        self._offsets: list[list[int]] = [[] for _ in range(limits.max_loras)]
+        self._loads = 0
+
+    @property
+    def slots(self) -> tuple[SlotInfo | None, ...]:
+        """What each slot holds; None: empty."""
+        return tuple(self._info)
+
+    def row(self, layer: int, module: int) -> int:
+        """Row of ``entries`` of a layer's module, given by its index in ``model.modules``."""
+        if not 0 <= layer < self.model.layers or not 0 <= module < len(self._modules):
+            raise ArgumentError(
+                f"layer {layer}, module {module}: model {self.model.name} has {self.model.layers} "
+                f"layers of {len(self._modules)} modules"
+            )
+        return layer * len(self._modules) + module
+
+    def entries_of(self, layer: int, modules: Sequence[str]) -> Array:
+        """View [len(modules), max_loras, 48] of the entries of modules that stand side by side.
+
+        Raises ArgumentError for unknown modules, or modules not adjacent and in the model's order.
+        """
+        indices = [self.model.module_index(name) for name in modules]
+        if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
+            raise ArgumentError(
+                f"modules {', '.join(modules)} are not neighbours in {', '.join(self._modules)}"
+            )
+        first = self.row(layer, indices[0])
+        return self.entries[first : first + len(indices)]
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Put ``adapter`` into ``slot``, replacing what is there.
+
+        Everything is checked first and written to free room; the entries switch last, and only then
+        is the former tenant's room freed. Raises (with the slot as it was) AdapterFormatError or
+        CapacityError as ``Adapter.check`` does, AdapterFormatError for a value that overflows the
+        table's dtype, CapacityError if the arena lacks room.
+        """
+        self._check_slot(slot)
+        adapter.check(self.model, self.limits)
+        offsets: dict[tuple[str, int], int] = {}
+        try:
+            for key, factors in adapter.factors.items():
+                where = f"adapter {adapter.name}, layer {key[0]}, {key[1]}"
+                self._store(offsets, "a", factors.a, f"{where}: A")
+                self._store(offsets, "b", factors.b, f"{where}: B")
+        except BaseException:
+            for offset in offsets.values():
+                self.arena.free(offset)
+            raise
+        self._loads += 1
+        self._switch(slot, self._records(adapter, offsets))
+        self._release(slot)
+        self._offsets[slot] = list(offsets.values())
+        taken = adapter_bytes(adapter, self.dtype.itemsize)
+        self._info[slot] = SlotInfo(adapter.name, self._loads, adapter.max_rank, taken)
+
+    def evict(self, slot: int) -> None:
+        """Empty ``slot``: its entries become zero, then its room is free. No matter if it was."""
+        self._check_slot(slot)
+        self._switch(slot, np.zeros(len(self.entries), SLOT_ENTRY))
+        self._release(slot)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.limits.max_loras:
+            raise ArgumentError(f"slot is {slot}; the table has slots 0 to {len(self._info) - 1}")
+
+    def _store(
+        self, offsets: dict[tuple[str, int], int], role: str, array: npt.NDArray[Any], where: str
+    ) -> None:
+        """Write one factor's block, unless this adapter's same array already has one."""
+        key = (role, id(array))
+        if key in offsets:
+            return
+        values = _cast(array, self.dtype, where)
+        offset = self.arena.alloc(values.nbytes)
+        offsets[key] = offset
+        self.arena.write(offset, pack_a(values) if role == "a" else values)
+
+    def _records(
+        self, adapter: Adapter, offsets: dict[tuple[str, int], int]
+    ) -> npt.NDArray[np.void]:
+        """The slot's entries, one a row of the table; zeros where the adapter has no factors."""
+        records = np.zeros(len(self.entries), SLOT_ENTRY)
+        for (layer, module), factors in adapter.factors.items():
+            records[self.row(layer, self._modules[module])] = (
+                self.arena.address + offsets["a", id(factors.a)],
+                self.arena.address + offsets["b", id(factors.b)],
+                self._stride(factors.a),
+                self._stride(factors.b),
+                factors.rank,
+                factors.scale,
+                PACKED,
+                self._loads,
+            )
+        return records
+
+    def _stride(self, array: npt.NDArray[Any]) -> int:
+        """Bytes from one expert to the next; 0 where all experts share the factor."""
+        return array[0].size * self.dtype.itemsize if len(array) > 1 else 0
+
+    def _switch(self, slot: int, records: npt.NDArray[np.void]) -> None:
+        """Write the slot's entries: one strided copy on the current stream."""
+        column = records.view(np.uint8).reshape(-1, SLOT_ENTRY_BYTES)
+        self.entries[:, slot] = self.xp.asarray(column)
+
+    def _release(self, slot: int) -> None:
+        for offset in self._offsets[slot]:
+            self.arena.free(offset)
+        self._offsets[slot] = []
+        self._info[slot] = None
+
+
+def _cast(array: npt.NDArray[Any], dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
+    """``array`` as ``dtype``; AdapterFormatError if a value is or becomes not finite."""
+    with np.errstate(over="ignore"):
+        values = np.ascontiguousarray(array).astype(dtype, copy=False)
+    if not_finite(values).any():
+        raise AdapterFormatError(
+            f"{where} holds a value that is not finite as {dtype}; use a table of wider range "
+            f"(bfloat16 or float32) or repair the adapter"
+        )
+    return values
