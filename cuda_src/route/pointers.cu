@@ -190,6 +190,9 @@ extern "C" __global__ void __launch_bounds__(kRunThreads)
   i32 before = 0;
   for (i32 base = 0; base < valid; base += kRunThreads) {
     const i32 row = base + threadIdx.x;
+    if (row < valid && rows.safe_rank(row, shape.max_rank) != rows.rank[row]) {
+      raise_status(status, kStatusRankRange);
+    }
     const bool start = row < valid && starts(row);
     const u32 votes = __ballot_sync(kFullMask, start);
     if (lane == 0) warp_sums[warp] = __popc(votes);
