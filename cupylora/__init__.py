@@ -1,11 +1,68 @@
 """cupylora: a torch-free runtime for multi-LoRA inference on NumPy and CuPy.
 
 Importing this package imports neither CuPy nor cuda.bindings: a device is touched only when an
-operation is given device arrays or ``cupylora.device`` is asked about one.
+operation is given device arrays or ``cupylora.device`` is asked about one. The names below are
+loaded when they are first used.
 """
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cupylora.adapters.loading import load_adapter
+    from cupylora.adapters.slots import Arena, SlotTable
+    from cupylora.backend import open_backend
+    from cupylora.errors import CupyloraError
+    from cupylora.layers.dense import DenseLora, dense_needs
+    from cupylora.layers.moe import MoeLora, MoeWeights, moe_needs
+    from cupylora.layers.plan import BatchPlan
+    from cupylora.layers.workspace import Workspace
+    from cupylora.shapes import LoraLimits, ModelShape, load_model
+
+__all__ = [
+    "Arena",
+    "BatchPlan",
+    "CupyloraError",
+    "DenseLora",
+    "LoraLimits",
+    "ModelShape",
+    "MoeLora",
+    "MoeWeights",
+    "SlotTable",
+    "Workspace",
+    "__version__",
+    "dense_needs",
+    "load_adapter",
+    "load_model",
+    "moe_needs",
+    "open_backend",
+]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "adapters.loading": ("load_adapter",),
+    "adapters.slots": ("Arena", "SlotTable"),
+    "backend": ("open_backend",),
+    "errors": ("CupyloraError",),
+    "layers.dense": ("DenseLora", "dense_needs"),
+    "layers.moe": ("MoeLora", "MoeWeights", "moe_needs"),
+    "layers.plan": ("BatchPlan",),
+    "layers.workspace": ("Workspace",),
+    "shapes": ("LoraLimits", "ModelShape", "load_model"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -211,4 +211,4 @@ def choose_tile_rows(num_rows: int, num_experts: int) -> int:
     a segment and want small tiles, prefill reads its weights less often with large ones.
     """
     per_expert = num_rows / num_experts
-    return 8 if per_expert <= 16 else 16 if per_expert <= 512 else 32
+    return 8 if per_expert <= 16 else 16 if per_expert <= 64 else 32

@@ -221,7 +221,9 @@ def test_rank_out_of_range_becomes_rank_zero_and_is_reported(rank: int, aggregat
     assert int(word[0]) == int(status[0]) == STATUS_BAD_RANK
     count = int(want.shrink.count[0])
     for problems, expected in ((got.shrink, want.shrink), (got.expand, want.expand)):
-        assert_same_lists(problems, expected, dict.fromkeys((*"mnkabd", "ldb", "alpha"), count))
+        assert_same_lists(
+            problems, expected, dict.fromkeys((*"mnkabd", "lda", "ldb", "ldd", "alpha"), count)
+        )
 
 
 def _gemm_problems(

@@ -19,10 +19,11 @@ namespace {
 constexpr int kTileN = 128;
 constexpr int kTileK = 64;
 constexpr int kPieces = kTileK / 8;
+constexpr int kSteps = kTileK / 16;
 
 template <int BM>
 struct GemmShape {
-  static constexpr int kWarpsM = BM == 16 ? 1 : BM == 64 ? 2 : 4;
+  static constexpr int kWarpsM = BM == 16 ? 1 : 2;
   static constexpr int kWarpsN = BM == 16 ? 4 : 2;
   static constexpr int kThreads = kWarpsM * kWarpsN * kWarp;
   static constexpr int kStages = BM == 128 ? 3 : 4;
@@ -53,6 +54,28 @@ __device__ __forceinline__ void load_rows(u16* stage, const u16* base, i64 ld, i
 __device__ __forceinline__ u32 matrix_row(const u16* stage, i32 row, i32 piece) {
   return shared_address(stage + row * kTileK + ((piece ^ (row & 7)) << 3));
 }
+
+// What a warp multiplies in one step of 16 k.
+template <int BM>
+struct Operands {
+  using Shape = GemmShape<BM>;
+  u32 a[Shape::kMTiles][4];
+  u32 b[Shape::kNTiles / 2][4];
+
+  __device__ __forceinline__ void read(const u16* stage_a, const u16* stage_b, i32 warp_row,
+                                       i32 warp_column, i32 step, i32 lane) {
+#pragma unroll
+    for (int mt = 0; mt < Shape::kMTiles; ++mt) {
+      const i32 row = warp_row + mt * 16 + lane % 16;
+      ldmatrix_x4(a[mt], matrix_row(stage_a, row, step * 2 + lane / 16));
+    }
+#pragma unroll
+    for (int nt = 0; nt < Shape::kNTiles / 2; ++nt) {
+      const i32 row = warp_column + nt * 16 + (lane / 16) * 8 + lane % 8;
+      ldmatrix_x4(b[nt], matrix_row(stage_b, row, step * 2 + (lane / 8) % 2));
+    }
+  }
+};
 
 template <typename OutT>
 __device__ __forceinline__ void store_one(OutT* d, float v, bool add) {
@@ -107,25 +130,22 @@ __global__ void __launch_bounds__(GemmShape<BM>::kThreads, 1)
       load(k_tile + Shape::kStages - 1);
       const u16* stage_a = stages + (k_tile % Shape::kStages) * Shape::kStageElements;
       const u16* stage_b = stage_a + BM * kTileK;
+      // The next step's operands are read while this one's products run.
+      Operands<BM> operands[2];
+      operands[0].read(stage_a, stage_b, warp_row, warp_column, 0, lane);
 #pragma unroll
-      for (int step = 0; step < kTileK / 16; ++step) {
-        u32 fa[Shape::kMTiles][4], fb[Shape::kNTiles / 2][4];
-#pragma unroll
-        for (int mt = 0; mt < Shape::kMTiles; ++mt) {
-          ldmatrix_x4(fa[mt],
-                      matrix_row(stage_a, warp_row + mt * 16 + lane % 16, step * 2 + lane / 16));
+      for (int step = 0; step < kSteps; ++step) {
+        if (step + 1 < kSteps) {
+          operands[(step + 1) & 1].read(stage_a, stage_b, warp_row, warp_column, step + 1, lane);
         }
-#pragma unroll
-        for (int nt = 0; nt < Shape::kNTiles / 2; ++nt) {
-          const i32 row = warp_column + nt * 16 + (lane / 16) * 8 + lane % 8;
-          ldmatrix_x4(fb[nt], matrix_row(stage_b, row, step * 2 + (lane / 8) % 2));
-        }
+        const Operands<BM>& now = operands[step & 1];
 #pragma unroll
         for (int mt = 0; mt < Shape::kMTiles; ++mt) {
 #pragma unroll
           for (int nt = 0; nt < Shape::kNTiles; ++nt) {
-            mma_16816<T>(acc[mt][nt], fa[mt][0], fa[mt][1], fa[mt][2], fa[mt][3],
-                         fb[nt / 2][(nt & 1) * 2], fb[nt / 2][(nt & 1) * 2 + 1]);
+            const u32 *a4 = now.a[mt], *b4 = now.b[nt / 2];
+            mma_16816<T>(acc[mt][nt], a4[0], a4[1], a4[2], a4[3], b4[(nt & 1) * 2],
+                         b4[(nt & 1) * 2 + 1]);
           }
         }
       }

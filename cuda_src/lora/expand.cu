@@ -1,5 +1,6 @@
 // Segmented expand: y[row, column] += scale · h[row, rank] · B[column, rank], in place, one work
-// item per (row tile, slice, block of columns).
+// item a warp: (row tile, slice, block of columns, part of the tile's rows). Warps share nothing
+// and never wait for each other.
 //
 // In: the split sums of lora/shrink.cu, the same tiles and slot entries, y. Out: y of the tiles'
 // rows; no other byte of y is written, so rows of no adapter keep their bits.
@@ -10,7 +11,7 @@
 //
 // Columns are the 16-row operand: product mt of 4 takes columns 8g + 2mt (its row g) and 8g + 2mt +
 // 1 (its row g + 8), so that a lane ends with 8 neighbouring columns of y, one 16-byte access a
-// token.
+// token. y and B are fetched before h is read, since only h needs arithmetic before its use.
 #include "lora/slot_entry.cuh"
 #include "mma/mma.cuh"
 #include "ptx/convert.cuh"
@@ -20,10 +21,9 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kRankBlock = 64;
-constexpr int kPitch = kRankBlock + 16;  // elements between tokens of h in shared memory
-constexpr int kWarpColumns = 64;
-constexpr int kStepColumns = kWarps * kWarpColumns;
+constexpr int kColumns = 64;  // of a warp at a time
+constexpr int kMTiles = 4;
+constexpr int kRankStep = 16;
 
 template <typename T>
 struct IsFp16 {
@@ -34,7 +34,7 @@ struct IsFp16<Fp16> {
   static constexpr bool value = true;
 };
 
-// 2^-q for the row maximum's exponent: the row then lies below 2^15, its inverse is exact.
+// Exponent q that brings a row of this maximum below 2^15; 2^-q is exact.
 __device__ __forceinline__ i32 fp16_exponent(float row_max) {
   const i32 biased = (__float_as_uint(row_max) >> 23) & 0xff;
   return biased == 0 ? 0 : max_int(-126, min_int(126, 14 - (biased - 127)));
@@ -43,52 +43,52 @@ __device__ __forceinline__ float power_of_two(i32 exponent) {
   return __uint_as_float(static_cast<u32>(127 + exponent) << 23);
 }
 
-template <typename T, int NT>
-struct HiddenTile {
-  static constexpr int kRows = NT * 8;
-  static constexpr int kLanes = kThreads / kRows;  // threads that share a row; at most a half-warp
-  T hi[kRows][kPitch];
-  T lo[kRows][kPitch];
-  float descale[kRows];
+// Four neighbouring ranks of one token, summed over the splits in order.
+struct Hidden {
+  const float* base;
+  i64 row_stride, split_stride;
+  i32 splits, rank;
 
-  static __device__ __forceinline__ float value(const float* h, i64 split_stride, i32 splits) {
-    float sum = 0.f;
-    for (i32 s = 0; s < splits; ++s) sum += h[s * split_stride];
-    return sum;
-  }
-
-  // Fills ranks [base, base + 64) of every row, zeros beyond the tile's rows and the own rank.
-  __device__ __forceinline__ void fill(const float* h, i64 row_stride, i64 split_stride, i32 splits,
-                                       i32 rows, i32 rank, i32 base) {
-    const i32 n = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const float* row = h + n * row_stride;
-    const bool valid = n < rows;
-    i32 exponent = 0;
-    if (IsFp16<T>::value) {
-      float row_max = 0.f;
-      for (i32 k = lane; valid && k < rank; k += kLanes) {
-        row_max = fmaxf(row_max, fabsf(value(row + k, split_stride, splits)));
-      }
-#pragma unroll
-      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-        row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, offset));
-      }
-      exponent = fp16_exponent(row_max);
-      if (lane == 0) descale[n] = power_of_two(-exponent);
+  __device__ __forceinline__ float4 load(i32 n, i32 k) const {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    const float* p = base + n * row_stride + k;
+#pragma unroll 2
+    for (i32 s = 0; s < splits; ++s, p += split_stride) {
+      const float4 v = *reinterpret_cast<const float4*>(p);
+      sum.x += v.x;
+      sum.y += v.y;
+      sum.z += v.z;
+      sum.w += v.w;
     }
-    const i32 padded = min_int(kRankBlock, ceil_div(rank - base, 16) * 16);
-    for (i32 k = lane; k < padded; k += kLanes) {
-      float v = 0.f;
-      if (valid && base + k < rank) {
-        v = value(row + base + k, split_stride, splits) * power_of_two(exponent);
-      }
-      hi[n][k] = Elem<T>::from_float(v);
-      lo[n][k] = Elem<T>::from_float(v - Elem<T>::to_float(hi[n][k]));
-    }
+    // Ranks beyond the adapter's own were never written.
+    return make_float4(k < rank ? sum.x : 0.f, k + 1 < rank ? sum.y : 0.f,
+                       k + 2 < rank ? sum.z : 0.f, k + 3 < rank ? sum.w : 0.f);
   }
 };
 
-// Four neighbouring ranks of one column of B.
+// The two 2-byte terms of four values: what the products take as ranks 4t .. 4t + 3.
+struct Terms {
+  uint2 hi, lo;
+};
+
+template <typename T>
+__device__ __forceinline__ u32 low_term(float a, float b, u32 hi) {
+  return Elem<T>::pack(a - Elem<T>::low(hi), b - Elem<T>::high(hi));
+}
+
+template <typename T>
+__device__ __forceinline__ Terms split_terms(float4 v, float scale) {
+  v.x *= scale;
+  v.y *= scale;
+  v.z *= scale;
+  v.w *= scale;
+  Terms t;
+  t.hi = make_uint2(Elem<T>::pack(v.x, v.y), Elem<T>::pack(v.z, v.w));
+  t.lo = make_uint2(low_term<T>(v.x, v.y, t.hi.x), low_term<T>(v.z, v.w, t.hi.y));
+  return t;
+}
+
+// Four neighbouring ranks of one column of B; `count` of them are valid.
 __device__ __forceinline__ uint2 load_b(const u8* address, i32 count, bool vector) {
   if (vector) return load8_if(address, count > 0);
   const u16* p = reinterpret_cast<const u16*>(address);
@@ -103,113 +103,152 @@ __device__ __forceinline__ u32 add_pair(u32 y, float d0, float d1, float scale) 
                        __fmaf_rn(d1, scale, Elem<T>::high(y)));
 }
 
+// Adds a lane's 8 columns of token 2t + j to y; `before` is what y held, where it could be fetched
+// as one vector.
+template <typename T>
+__device__ __forceinline__ void update(T* y, const uint4& before, const float (&acc)[kMTiles][4],
+                                       int j, float scale, i32 columns, i32 stride, bool vector) {
+  if (vector) {
+    *reinterpret_cast<uint4*>(y) =
+        make_uint4(add_pair<T>(before.x, acc[0][j], acc[0][2 + j], scale),
+                   add_pair<T>(before.y, acc[1][j], acc[1][2 + j], scale),
+                   add_pair<T>(before.z, acc[2][j], acc[2][2 + j], scale),
+                   add_pair<T>(before.w, acc[3][j], acc[3][2 + j], scale));
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    if (c < columns) {
+      const float delta = acc[c / 2][(c & 1) * 2 + j];
+      y[c * stride] =
+          Elem<T>::from_float(__fmaf_rn(delta, scale, Elem<T>::to_float(y[c * stride])));
+    }
+  }
+}
+
 }  // namespace
 
 template <typename T, int NT>
 __global__ void __launch_bounds__(kThreads, 3)
-    lora_expand(const float* __restrict__ h, i32 splits, i64 split_stride, T* __restrict__ y,
-                i64 ldy, i32 y_by, const i32* __restrict__ row_to_pair, i32 top_k, i32 num_tokens,
-                i32 k_major, const Tile* __restrict__ tiles, const i32* __restrict__ tile_count,
-                const SlotEntry* __restrict__ entries, i32 num_slices, i32 max_loras,
-                i32 start_expert, i32 max_rank, SliceColumns slices, i32 block_columns,
-                i32 y_vector, i32* status) {
-  __shared__ HiddenTile<T, NT> hidden;
-  __shared__ T* y_row[NT * 8];
+    lora_expand(const float* __restrict__ h, i32 splits, i64 split_stride, i32 rank_pitch,
+                T* __restrict__ y, i64 ldy, i32 y_by, const i32* __restrict__ row_to_pair,
+                i32 top_k, i32 num_tokens, i32 k_major, const Tile* __restrict__ tiles,
+                const i32* __restrict__ tile_count, const SlotEntry* __restrict__ entries,
+                i32 num_slices, i32 max_loras, i32 start_expert, i32 max_rank, SliceColumns slices,
+                i32 block_columns, i32 parts, i32 y_vector, i32* status) {
   const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
-  const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const i32 g = lane >> 2, t = lane & 3;
-  const i32 per_tile = slices.first_block[num_slices];
+  const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
+  const i32 per_tile = slices.first_block[num_slices] * parts;
   const i64 items = static_cast<i64>(*tile_count) * per_tile;
+  const i64 warps = static_cast<i64>(gridDim.x) * kWarps;
+  i64 at = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  Tile next = at < items ? tiles[at / per_tile] : Tile{};
 
-  for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
-    const Tile tile = tiles[item / per_tile];
-    const i32 block = static_cast<i32>(item % per_tile);
+  for (; at < items; at += warps) {
+    Tile tile = next;
+    if (at + warps < items) next = tiles[(at + warps) / per_tile];
+    const i32 block = static_cast<i32>(at % per_tile) / parts;
+    const i32 part_row = static_cast<i32>(at % parts) * NT * 8;
+    tile.first_row += part_row;
+    tile.rows -= part_row;
+    if (tile.rows <= 0) continue;
     const i32 slice = slice_of_block(slices, block);
     const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras);
     const i32 rank = safe_rank(entry, max_rank, status);
     if (rank == 0) continue;
 
-    const i32 out = slices.out_features[slice];
-    const i32 y_stride = slices.y_stride[slice];
-    const i32 first = (block - slices.first_block[slice]) * block_columns;
+    i32 y_row[NT][2];  // row of y of tokens 2t and 2t + 1 of every n-tile, -1 beyond the tile
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const i32 n = nt * 8 + 2 * t + j;
+        y_row[nt][j] =
+            n < tile.rows
+                ? static_cast<i32>(rows.index(tile.first_row + n, static_cast<RowIndex>(y_by)))
+                : -1;
+      }
+    }
     const u8* b = reinterpret_cast<const u8*>(entry.b_ptr) +
                   static_cast<i64>(tile.expert + start_expert) * entry.b_expert_stride;
     const bool b_vector = rank % 4 == 0 && reinterpret_cast<u64>(b) % 8 == 0;
-    const i64 row_stride = static_cast<i64>(num_slices) * max_rank;
-    const float* h_tile = h + tile.first_row * row_stride + static_cast<i64>(slice) * max_rank;
+    const i64 row_stride = static_cast<i64>(num_slices) * rank_pitch;
+    const Hidden hidden{h + tile.first_row * row_stride + static_cast<i64>(slice) * rank_pitch,
+                        row_stride, split_stride, splits, rank};
 
-    __syncthreads();  // the item before has read y_row and hidden
-    if (threadIdx.x < NT * 8) {
-      const i32 n = threadIdx.x;
-      y_row[n] = n < tile.rows
-                     ? y + rows.index(tile.first_row + n, static_cast<RowIndex>(y_by)) * ldy +
-                           slices.y_column[slice]
-                     : nullptr;
-    }
-    const i32 steps = ceil_div(min_int(block_columns, out - first), kStepColumns);
-    for (i32 step = 0; step < steps; ++step) {
-      const i32 column = first + step * kStepColumns + warp * kWarpColumns + 8 * g;
-      const i32 columns = out - column;  // valid ones from here on, of this lane's 8
-      float acc[4][NT][4] = {};
-      for (i32 base = 0; base < rank; base += kRankBlock) {
-        if (step == 0 || rank > kRankBlock) {
-          if (step > 0 || base > 0) __syncthreads();
-          hidden.fill(h_tile, row_stride, split_stride, splits, tile.rows, rank, base);
-          __syncthreads();
+    // Row scales of fp16: of token g of every n-tile.
+    i32 exponent[NT] = {};
+    if (IsFp16<T>::value) {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        float row_max = 0.f;
+        for (i32 k = 4 * t; nt * 8 + g < tile.rows && k < rank; k += kRankStep) {
+          const float4 v = hidden.load(nt * 8 + g, k);
+          row_max =
+              fmaxf(fmaxf(row_max, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
         }
-        const i32 k_steps = ceil_div(min_int(kRankBlock, rank - base), 16);
-#pragma unroll 2
-        for (i32 s = 0; s < k_steps; ++s) {
-          const i32 k = base + s * 16 + 4 * t;
-          uint2 w[4][2];
-#pragma unroll
-          for (int mt = 0; mt < 4; ++mt) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const i32 c = 2 * mt + j;
-              const u8* address = b + (static_cast<i64>(column + c) * rank + k) * 2;
-              w[mt][j] = load_b(address, c < columns ? rank - k : 0, b_vector);
-            }
-          }
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) {
-            const i32 n = nt * 8 + g;
-            const uint2 hi = *reinterpret_cast<const uint2*>(&hidden.hi[n][s * 16 + 4 * t]);
-            const uint2 lo = *reinterpret_cast<const uint2*>(&hidden.lo[n][s * 16 + 4 * t]);
-#pragma unroll
-            for (int mt = 0; mt < 4; ++mt) {
-              mma_16816<T>(acc[mt][nt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y, hi.x, hi.y);
-              mma_16816<T>(acc[mt][nt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y, lo.x, lo.y);
-            }
-          }
-        }
+        row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 1));
+        row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 2));
+        exponent[nt] = fp16_exponent(row_max);
       }
-      if (columns <= 0) continue;
+    }
+
+    const i32 out = slices.out_features[slice], stride = slices.y_stride[slice];
+    const i32 first = (block - slices.first_block[slice]) * block_columns;
+    const i32 last = min_int(out, first + block_columns);
+    for (i32 column0 = first; column0 < last; column0 += kColumns) {
+      const i32 column = column0 + 8 * g;
+      const i32 columns = out - column;  // valid ones of this lane's 8
+      const bool vector = y_vector && columns >= 8;
+      T* y_column = y + slices.y_column[slice] + static_cast<i64>(column) * stride;
+      uint4 before[NT][2];
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const i32 n = nt * 8 + 2 * t + j;
-          if (n >= tile.rows) continue;
-          const float scale = IsFp16<T>::value ? entry.scale * hidden.descale[n] : entry.scale;
-          T* target = y_row[n] + static_cast<i64>(column) * y_stride;
-          if (y_vector && columns >= 8) {
-            uint4 v = *reinterpret_cast<const uint4*>(target);
-            v.x = add_pair<T>(v.x, acc[0][nt][j], acc[0][nt][2 + j], scale);
-            v.y = add_pair<T>(v.y, acc[1][nt][j], acc[1][nt][2 + j], scale);
-            v.z = add_pair<T>(v.z, acc[2][nt][j], acc[2][nt][2 + j], scale);
-            v.w = add_pair<T>(v.w, acc[3][nt][j], acc[3][nt][2 + j], scale);
-            *reinterpret_cast<uint4*>(target) = v;
-          } else {
+          before[nt][j] = load16_rw_if(y_column + y_row[nt][j] * ldy, vector && y_row[nt][j] >= 0);
+        }
+      }
+      float acc[NT][kMTiles][4] = {};
+      for (i32 k0 = 0; k0 < rank; k0 += kRankStep) {
+        const i32 k = k0 + 4 * t;
+        uint2 w[kMTiles][2];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-              if (c < columns) {
-                T* element = target + c * y_stride;
-                const float delta = acc[c / 2][nt][(c & 1) * 2 + j];
-                *element =
-                    Elem<T>::from_float(__fmaf_rn(delta, scale, Elem<T>::to_float(*element)));
-              }
-            }
+        for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const i32 c = 2 * mt + j;
+            const u8* address = b + (static_cast<i64>(column + c) * rank + k) * 2;
+            w[mt][j] = load_b(address, c < columns ? rank - k : 0, b_vector);
+          }
+        }
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (nt * 8 + g < tile.rows && k < rank) v = hidden.load(nt * 8 + g, k);
+          const Terms terms = split_terms<T>(v, power_of_two(exponent[nt]));
+#pragma unroll
+          for (int mt = 0; mt < kMTiles; ++mt) {
+            mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y, terms.hi.x,
+                         terms.hi.y);
+            mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y, terms.lo.x,
+                         terms.lo.y);
+          }
+        }
+      }
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float scale = entry.scale;
+          if (IsFp16<T>::value) {
+            // The scale of token 2t + j lies with the lanes of g = 2t + j.
+            const i32 q = __shfl_sync(kFullMask, exponent[nt], (2 * t + j) * 4);
+            scale *= power_of_two(-q);
+          }
+          if (y_row[nt][j] >= 0) {
+            update(y_column + y_row[nt][j] * ldy, before[nt][j], acc[nt], j, scale, columns, stride,
+                   vector);
           }
         }
       }

@@ -1,17 +1,19 @@
-// Segmented shrink: h[row, rank] = sum over K of A[rank, K] · x[row, K], one work item per
-// (row tile, slice, block of 16·MT ranks, K splits).
+// Segmented shrink: h[row, rank] = sum over K of A[rank, K] · x[row, K], one work item per (row
+// tile, group of MT rank tiles, K splits). A rank tile is 16 ranks of one slice; tiles of several
+// slices go together, so that slices that share x read it once.
 //
 // In: x, the tile list of build_segments, the slot entries of the slices. Out: float partial sums,
 // h[split][row][slice][rank], read by lora/expand.cu.
 //
 // Canonical order of the K sum (what makes a row's bits independent of its batch and of the tile
-// shape): K is cut into splits of 1024; in a split, warp w of 4 adds chunks w, w+4, ... of 64, in
+// shape): K is cut into splits of 512; in a split, warp w of 4 adds chunks w and w + 4 of 64, in
 // order, on the tensor cores; the four warps' sums are added in warp order, the splits in split
 // order (here when one CTA owns all splits, else by the expand).
 //
 // Weights are the 16-row operand, tokens the 8-column one: a decode segment of few rows wastes
 // little, and operands go from memory straight to registers, 16 bytes a lane (8 consecutive k, fed
-// to two products with k permuted alike in both operands).
+// to two products with k permuted alike in both operands). A warp's units follow each other without
+// a gap from split to split, so loads stay in flight across the reduction between splits.
 #include "lora/slot_entry.cuh"
 #include "mma/mma.cuh"
 #include "ptx/convert.cuh"
@@ -21,17 +23,23 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kChunk = 64;    // k per packed chunk of a 2-byte type
-constexpr int kSplit = 1024;  // k per split
+constexpr int kChunk = 64;                            // k per packed chunk of a 2-byte type
+constexpr int kSplit = 512;                           // k per split
+constexpr int kUnits = 2 * kSplit / kChunk / kWarps;  // of 32 k, per warp and split
+constexpr int kRankTile = 16;
 
 template <int MT, int NT>
 struct ShrinkShape {
   static constexpr int kRegsPerStage = 8 * MT + 4 * NT;
-  static constexpr int kStages = kRegsPerStage <= 16 ? 4 : kRegsPerStage <= 40 ? 2 : 1;
-  static constexpr int kBlocksPerSm = MT * NT <= 2 ? 4 : MT * NT <= 4 ? 3 : 2;
+  static constexpr int kStages = kRegsPerStage <= 20 ? 4 : kRegsPerStage <= 40 ? 2 : 1;
+  static constexpr int kBlocksPerSm = MT * (NT + 1) <= 3 ? 4 : MT * NT <= 4 ? 3 : 2;
   static constexpr int kRows = NT * 8;
-  static constexpr int kRanks = MT * 16;
+  static constexpr int kRanks = MT * kRankTile;
   static constexpr int kPitch = kRanks + 4;  // floats between tokens in the reduction buffer
+  // In the reduction a thread owns one rank, of every kRowStep-th token.
+  static constexpr int kRowStep = kThreads / kRanks;
+  static constexpr int kOwn = kRows / kRowStep;
+  static_assert(kUnits % kStages == 0, "a split's units must fall on the same stages every time");
 };
 
 // One expert's A: where a row's bytes of a chunk start, and how the chunk's pieces are swizzled.
@@ -55,33 +63,35 @@ struct AView {
   __device__ __forceinline__ u32 swizzle(i32 chunk, i32 row) const {
     return packed && chunk_width(chunk) == kChunk ? row & 7 : 0;
   }
-  __device__ __forceinline__ u32 element_offset(i32 row, i32 k) const {
-    const i32 chunk = k / kChunk, inner = k % kChunk;
-    const u32 piece = static_cast<u32>(inner >> 3) ^ swizzle(chunk, row);
-    return chunk_offset(chunk) + row * row_bytes(chunk) + (piece << 4) + 2 * (inner & 7);
+  __device__ __forceinline__ const u8* piece(i32 row, i32 chunk, i32 index) const {
+    return base + chunk_offset(chunk) + row * row_bytes(chunk) +
+           ((index ^ swizzle(chunk, row)) << 4);
+  }
+  __device__ __forceinline__ const u8* element(i32 row, i32 k) const {
+    const i32 inner = k % kChunk;
+    return piece(row, k / kChunk, inner >> 3) + 2 * (inner & 7);
   }
 };
 
-// Where one lane's piece of a unit starts.
-struct Piece {
-  i32 chunk;
-  i32 index;   // of the 16-byte piece in the chunk
-  i32 k_left;  // elements from its start to the end of K
-};
+// What the items of a launch share, and how one is found.
+struct ShrinkList {
+  const SlotEntry* entries;
+  i32 max_loras, start_expert, in_features, max_rank, rank_tiles;
 
-template <typename T>
-__device__ __forceinline__ void multiply_pieces(float (&acc)[4], const uint4& top,
-                                                const uint4& bottom, const uint4& x) {
-  mma_16816<T>(acc, top.x, bottom.x, top.y, bottom.y, x.x, x.y);
-  mma_16816<T>(acc, top.z, bottom.z, top.w, bottom.w, x.z, x.w);
-}
+  __device__ __forceinline__ AView view(const Tile& tile, i32 slice, i32* status) const {
+    const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras);
+    return AView{reinterpret_cast<const u8*>(entry.a_ptr) +
+                     static_cast<i64>(tile.expert + start_expert) * entry.a_expert_stride,
+                 safe_rank(entry, max_rank, status), in_features, entry.a_layout == kLayoutPacked};
+  }
+};
 
 template <typename T, int MT, int NT>
 struct ShrinkItem {
   using Shape = ShrinkShape<MT, NT>;
-  AView a;
+  AView a[MT];
+  i32 rank_base[MT];    // first rank of each tile; at least a[mt].rank where there is none
   const u8* x_row[NT];  // token g of every n-tile, null beyond the tile's rows
-  i32 rank_base;
   i32 in_features;
 
   struct Stage {
@@ -89,82 +99,39 @@ struct ShrinkItem {
     uint4 x[NT];
   };
 
-  // The j-th unit that warp `warp` adds in split `split`.
-  __device__ __forceinline__ Piece piece(i32 split, i32 warp, i32 j, i32 lane) const {
-    const i32 chunk = split * (kSplit / kChunk) + warp + (j >> 1) * kWarps;
-    const i32 index = (j & 1) * 4 + (lane & 3);
-    return Piece{chunk, index, in_features - chunk * kChunk - index * 8};
-  }
-  __device__ __forceinline__ const u8* x_piece(i32 nt, const Piece& p) const {
-    return x_row[nt] + static_cast<i64>(p.chunk) * kChunkBytes + p.index * 16;
-  }
-
-  __device__ __forceinline__ void load(Stage& s, const Piece& p, i32 lane) const {
-    const i32 g = lane >> 2;
-    const u32 row_bytes = a.row_bytes(p.chunk);
-    // Rows 8 apart are swizzled alike.
-    const u8* lane_base = a.base + a.chunk_offset(p.chunk) + (rank_base + g) * row_bytes +
-                          ((p.index ^ a.swizzle(p.chunk, g)) << 4);
+  // The u-th unit that warp `warp` adds, counted from k = 0.
+  __device__ __forceinline__ void load(Stage& s, i32 warp, i32 u, i32 lane) const {
+    const i32 chunk = warp + (u >> 1) * kWarps;
+    const i32 index = (u & 1) * 4 + (lane & 3);
+    const bool in_k = chunk * kChunk + index * 8 < in_features;
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const i32 row = mt * 16 + half * 8;
-        s.a[mt][half] =
-            load16_if(lane_base + row * row_bytes, rank_base + g + row < a.rank && p.k_left > 0);
+        const i32 row = rank_base[mt] + half * 8 + (lane >> 2);
+        s.a[mt][half] = load16_if(a[mt].piece(row, chunk, index), in_k && row < a[mt].rank);
       }
     }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      s.x[nt] = load16_if(x_piece(nt, p), x_row[nt] != nullptr && p.k_left > 0);
+      const u8* address = x_row[nt] + static_cast<i64>(chunk) * kChunkBytes + index * 16;
+      s.x[nt] = load16_if(address, in_k && x_row[nt] != nullptr);
     }
   }
 
   __device__ __forceinline__ void multiply(float (&acc)[MT][NT][4], const Stage& s) const {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
-      if (MT > 1 && rank_base + mt * 16 >= a.rank) break;
+      if (MT > 1 && rank_base[mt] >= a[mt].rank) continue;
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        multiply_pieces<T>(acc[mt][nt], s.a[mt][0], s.a[mt][1], s.x[nt]);
-      }
-    }
-  }
-
-  // Units of this warp in the split; chunks beyond K are not counted.
-  __device__ __forceinline__ i32 units(i32 split, i32 warp) const {
-    const i32 chunks =
-        min_int(ceil_div(in_features, kChunk) - split * (kSplit / kChunk), kSplit / kChunk);
-    return chunks <= warp ? 0 : 2 * ((chunks - warp - 1) / kWarps + 1);
-  }
-
-  __device__ __forceinline__ void accumulate(float (&acc)[MT][NT][4], i32 split, i32 warp,
-                                             i32 lane) const {
-    const i32 count = units(split, warp);
-    Stage stages[Shape::kStages];
-#pragma unroll
-    for (int i = 0; i < Shape::kStages; ++i) {
-      if (i < count) load(stages[i], piece(split, warp, i, lane), lane);
-    }
-    for (i32 base = 0; base < count; base += Shape::kStages) {
-#pragma unroll
-      for (int i = 0; i < Shape::kStages; ++i) {
-        if (base + i < count) {
-          multiply(acc, stages[i]);
-          const i32 next = base + i + Shape::kStages;
-          if (next < count) load(stages[i], piece(split, warp, next, lane), lane);
-        }
+        const uint4 &top = s.a[mt][0], &bottom = s.a[mt][1], &x = s.x[nt];
+        mma_16816<T>(acc[mt][nt], top.x, bottom.x, top.y, bottom.y, x.x, x.y);
+        mma_16816<T>(acc[mt][nt], top.z, bottom.z, top.w, bottom.w, x.z, x.w);
       }
     }
   }
 };
-
-// total[i] += v with a run-time i, without an indexed register array.
-template <int N>
-__device__ __forceinline__ void add_at(float (&total)[N], int i, float v) {
-#pragma unroll
-  for (int j = 0; j < N; ++j) total[j] += j == i ? v : 0.f;
-}
 
 // One element of h over K range [k, k_end), from operands aligned to their element only: the slow
 // way, one float chain in order of k.
@@ -175,7 +142,7 @@ __device__ __forceinline__ float gathered_dot(const AView& a, i32 row, const u8*
   float sum = 0.f;
 #pragma unroll 1
   for (; k < k_end; ++k) {
-    const T weight = *reinterpret_cast<const T*>(a.base + a.element_offset(row, k));
+    const T weight = *reinterpret_cast<const T*>(a.element(row, k));
     sum = __fmaf_rn(Elem<T>::to_float(weight), Elem<T>::to_float(x[k]), sum);
   }
   return sum;
@@ -189,98 +156,116 @@ __global__ void __launch_bounds__(kThreads, ShrinkShape<MT, NT>::kBlocksPerSm)
                 i32 top_k, i32 num_tokens, i32 k_major, const Tile* __restrict__ tiles,
                 const i32* __restrict__ tile_count, const SlotEntry* __restrict__ entries,
                 i32 num_slices, i32 max_loras, i32 start_expert, i32 in_features, i32 max_rank,
-                i32 rank_blocks, i32 split_groups, i64 split_stride, i32 x_vector,
+                i32 rank_tiles, i32 rank_pitch, i32 split_groups, i64 split_stride, i32 x_vector,
                 float* __restrict__ h, i32* status) {
   using Shape = ShrinkShape<MT, NT>;
+  using Item = ShrinkItem<T, MT, NT>;
   __shared__ float partial[kWarps][Shape::kRows][Shape::kPitch];
   const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
+  const ShrinkList list{entries, max_loras, start_expert, in_features, max_rank, rank_tiles};
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const i32 own_rank = threadIdx.x % Shape::kRanks, own_row = threadIdx.x / Shape::kRanks;
   const i32 splits = ceil_div(in_features, kSplit);
-  const i32 per_tile = num_slices * rank_blocks * split_groups;
+  const i32 rank_groups = ceil_div(num_slices * rank_tiles, MT);
+  const i32 per_tile = rank_groups * split_groups;
+  const i32 warp_units = 2 * ceil_div(max_int(0, ceil_div(in_features, kChunk) - warp), kWarps);
   const i64 items = static_cast<i64>(*tile_count) * per_tile;
+  Tile next = blockIdx.x < items ? tiles[blockIdx.x / per_tile] : Tile{};
 
-  for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
-    const Tile tile = tiles[item / per_tile];
-    i32 rest = static_cast<i32>(item % per_tile);
+  for (i64 at = blockIdx.x; at < items; at += gridDim.x) {
+    const Tile tile = next;
+    if (at + gridDim.x < items) next = tiles[(at + gridDim.x) / per_tile];
+    const i32 rest = static_cast<i32>(at % per_tile);
     const i32 group = rest % split_groups;
-    rest /= split_groups;
-    const i32 rank_base = (rest % rank_blocks) * Shape::kRanks;
-    const i32 slice = rest / rank_blocks;
-    const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras);
-    const i32 rank = safe_rank(entry, max_rank, status);
-    if (rank_base >= rank) continue;
+    const i32 first_rank_tile = (rest / split_groups) * MT;
 
-    ShrinkItem<T, MT, NT> work;
-    work.a = AView{reinterpret_cast<const u8*>(entry.a_ptr) +
-                       static_cast<i64>(tile.expert + start_expert) * entry.a_expert_stride,
-                   rank, in_features, entry.a_layout == kLayoutPacked};
-    work.rank_base = rank_base;
-    work.in_features = in_features;
-    // Whether A and x lie on 16-byte boundaries wherever a piece starts.
-    const bool vector = x_vector && reinterpret_cast<u64>(work.a.base) % 16 == 0;
+    Item item;
+    item.in_features = in_features;
+    bool any = false, vector = x_vector != 0;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+      const i32 q = first_rank_tile + mt;
+      const i32 slice = min_int(q / rank_tiles, num_slices - 1);
+      item.a[mt] = list.view(tile, slice, status);
+      item.rank_base[mt] = q < num_slices * rank_tiles ? (q % rank_tiles) * kRankTile : max_rank;
+      any |= item.rank_base[mt] < item.a[mt].rank;
+      vector &= reinterpret_cast<u64>(item.a[mt].base) % 16 == 0;
+    }
+    if (!any) continue;
     const auto x_address = [&](i32 n) {
       return x + rows.index(tile.first_row + n, static_cast<RowIndex>(x_by)) * ldx * 2;
     };
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       const i32 n = nt * 8 + (lane >> 2);
-      work.x_row[nt] = n < tile.rows ? x_address(n) : nullptr;
+      item.x_row[nt] = n < tile.rows ? x_address(n) : nullptr;
     }
 
-    // Thread i owns elements i, i + 128, ... of the [rows][ranks] sum, rank fastest.
-    float total[MT * NT];
-#pragma unroll
-    for (int i = 0; i < MT * NT; ++i) total[i] = 0.f;
     const i32 per_group = ceil_div(splits, split_groups);
-    const i32 last = min_int(splits, (group + 1) * per_group);
-    for (i32 split = group * per_group; split < last; ++split) {
-      if (!vector) {
-#pragma unroll 1
-        for (int i = 0; i < MT * NT; ++i) {
-          const i32 e = i * kThreads + threadIdx.x;
-          const i32 n = e / Shape::kRanks, m = rank_base + e % Shape::kRanks;
-          if (n < tile.rows && m < rank) {
-            add_at(total, i,
-                   gathered_dot<T>(work.a, m, x_address(n), split * kSplit,
-                                   min_int(in_features, (split + 1) * kSplit)));
+    const i32 first = group * per_group, last = min_int(splits, first + per_group);
+    const i32 end = min_int(warp_units, last * kUnits);
+    float total[Shape::kOwn];
+#pragma unroll
+    for (int i = 0; i < Shape::kOwn; ++i) total[i] = 0.f;
+
+    if (vector) {
+      typename Item::Stage stages[Shape::kStages];
+#pragma unroll
+      for (int i = 0; i < Shape::kStages; ++i) {
+        if (first * kUnits + i < end) item.load(stages[i], warp, first * kUnits + i, lane);
+      }
+      for (i32 split = first; split < last; ++split) {
+        float acc[MT][NT][4] = {};
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          const i32 u = split * kUnits + i;
+          if (u < end) item.multiply(acc, stages[i % Shape::kStages]);
+          const i32 ahead = u + Shape::kStages;
+          if (ahead < end) item.load(stages[i % Shape::kStages], warp, ahead, lane);
+        }
+        const i32 g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+          for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              partial[warp][nt * 8 + 2 * t + (i & 1)][mt * kRankTile + g + (i >> 1) * 8] =
+                  acc[mt][nt][i];
+            }
           }
         }
-        continue;
-      }
-      float acc[MT][NT][4] = {};
-      work.accumulate(acc, split, warp, lane);
-      const i32 g = lane >> 2, t = lane & 3;
+        __syncthreads();
 #pragma unroll
-      for (int mt = 0; mt < MT; ++mt) {
+        for (int i = 0; i < Shape::kOwn; ++i) {
+          const i32 n = own_row + i * Shape::kRowStep;
+          float sum = partial[0][n][own_rank];
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            partial[warp][nt * 8 + 2 * t + (i & 1)][mt * 16 + g + (i >> 1) * 8] = acc[mt][nt][i];
-          }
+          for (int w = 1; w < kWarps; ++w) sum += partial[w][n][own_rank];
+          total[i] += sum;
         }
+        __syncthreads();
       }
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < MT * NT; ++i) {
-        const i32 e = i * kThreads + threadIdx.x;
-        const i32 n = e / Shape::kRanks, m = e % Shape::kRanks;
-        float sum = partial[0][n][m];
-#pragma unroll
-        for (int w = 1; w < kWarps; ++w) sum += partial[w][n][m];
-        total[i] += sum;
-      }
-      __syncthreads();
     }
-    float* out = h + group * split_stride +
-                 (static_cast<i64>(tile.first_row) * num_slices + slice) * max_rank + rank_base;
+
+    const i32 q = first_rank_tile + own_rank / kRankTile;
+    const i32 slice = q / rank_tiles;
+    if (slice >= num_slices) continue;
+    const AView a = list.view(tile, slice, nullptr);
+    const i32 m = (q % rank_tiles) * kRankTile + own_rank % kRankTile;
+    if (m >= a.rank) continue;
+    float* out = h + group * split_stride + static_cast<i64>(slice) * rank_pitch + m;
 #pragma unroll
-    for (int i = 0; i < MT * NT; ++i) {
-      const i32 e = i * kThreads + threadIdx.x;
-      const i32 n = e / Shape::kRanks, m = e % Shape::kRanks;
-      if (n < tile.rows && rank_base + m < rank) {
-        out[static_cast<i64>(n) * num_slices * max_rank + m] = total[i];
+    for (int i = 0; i < Shape::kOwn; ++i) {
+      const i32 n = own_row + i * Shape::kRowStep;
+      if (n >= tile.rows) continue;
+      if (!vector) {
+        for (i32 split = first; split < last; ++split) {
+          total[i] += gathered_dot<T>(a, m, x_address(n), split * kSplit,
+                                      min_int(in_features, (split + 1) * kSplit));
+        }
       }
+      out[static_cast<i64>(tile.first_row + n) * num_slices * rank_pitch] = total[i];
     }
   }
 }

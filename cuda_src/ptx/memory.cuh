@@ -21,6 +21,24 @@ __device__ __forceinline__ uint4 load16_if(const void* address, bool valid) {
   return v;
 }
 
+// The same for memory that this kernel also writes: not through the read-only path.
+__device__ __forceinline__ uint4 load16_rw_if(const void* address, bool valid) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "mov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n"
+      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(address), "r"(static_cast<u32>(valid)));
+  return v;
+}
+
 __device__ __forceinline__ uint2 load8_if(const void* address, bool valid) {
   uint2 v;
   asm volatile(

@@ -48,13 +48,15 @@ PROGRAMS: tuple[KernelProgram, ...] = (
             "slot_lookup", "pointer_expand", "problem_rows", "problem_runs", "expert_problems"
         ),
     ),
-    # Shrink: <16-rank tiles>_<8-row tiles>; expand: rows of a tile.
+    # Shrink: <rank tiles of 16>_<rows of a tile>; expand: rows of a tile's part.
     *(
         KernelProgram(
             name=f"lora_shrink_{dtype}",
             source="lora/shrink.cu",
             kernels=instances(
-                f"lora_shrink<{cpp}, {{ranks}}, {{rows}}>", ranks=(1, 2, 4), rows=(1, 2, 4)
+                f"lora_shrink<{cpp}, {{ranks}}, {{rows}}>",
+                ranks=(1, 2, 4),
+                rows={"8": 1, "16": 2, "32": 4},
             ),
             matrix=True,
         )
@@ -64,7 +66,7 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         KernelProgram(
             name=f"lora_expand_{dtype}",
             source="lora/expand.cu",
-            kernels=instances(f"lora_expand<{cpp}, {{rows}}>", rows={"8": 1, "16": 2, "32": 4}),
+            kernels=instances(f"lora_expand<{cpp}, {{rows}}>", rows={"8": 1, "16": 2}),
             matrix=True,
         )
         for dtype, cpp in _MATRIX_DTYPES.items()

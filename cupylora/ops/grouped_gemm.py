@@ -79,7 +79,7 @@ def _tile(dtype: np.dtype[Any], max_m: int | None) -> tuple[int, int, int, int]:
         return 16, _TILE_N, 128, 4
     if max_m is not None and max_m <= 256:
         return 64, _TILE_N, 128, 4
-    return 128, _TILE_N, 256, 3
+    return 128, _TILE_N, 128, 3
 
 
 def _tile_start(given: Array | None, capacity: int) -> Array:

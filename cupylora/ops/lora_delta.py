@@ -45,32 +45,50 @@ MAX_SLICES = 8
 """Modules that one call may take."""
 
 _ROW_INDEX = {"token": 0, "pair": 1, "row": 2}
-_SPLIT = 1024
-_SPLIT_LIMIT = 4096
+_SPLIT = 512
+_SPLIT_LIMIT = 16384
 _THREADS = 128
-_STEP_COLUMNS = 256
+_WARPS = 4
+_COLUMNS = 64
+_RANK_TILE = 16
+_PART_ROWS = 16
 _F32_COLUMNS = 128
 _ROWS = ("i32", "ptr", "i32", "i32", "i32", "ptr", "ptr", "ptr", "i32", "i32", "i32")
-_SHRINK = ("ptr", "i64", *_ROWS, "i32", "i32", "i32", "i32", "i64", "i32", "ptr", "ptr")
-_EXPAND = ("ptr", "i32", "i64", "ptr", "i64", *_ROWS, "i32", "bytes136", "i32", "i32", "ptr")
+_SHRINK = ("ptr", "i64", *_ROWS, *("i32",) * 5, "i64", "i32", "ptr", "ptr")
+_EXPAND = (
+    *("ptr", "i32", "i64", "i32", "ptr", "i64"),
+    *(*_ROWS, "i32", "bytes136", "i32", "i32", "i32", "ptr"),
+)
 _SHRINK_F32 = ("ptr", "i64", *_ROWS, "i32", "i32", "ptr", "ptr")
 _EXPAND_F32 = ("ptr", "ptr", "i64", *_ROWS, "i32", "bytes136", "ptr")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is fixed for a call by its sizes alone, never by the batch's content."""
+    """What is fixed for a call by its sizes alone, never by the batch's content.
+
+    rank_tiles: 16-rank tiles of a slice; group_tiles: those (of any slices) that a shrink CTA takes
+    together; splits: K splits kept apart in the workspace, 1 where one CTA adds them all.
+    """
 
     rows: int
     slices: int
     max_rank: int
-    rank_tiles: int  # 16-rank tiles a shrink CTA takes
-    rank_blocks: int
-    splits: int  # K splits kept apart in the workspace; 1 where one CTA adds them
+    rank_tiles: int
+    group_tiles: int
+    splits: int
+
+    @property
+    def rank_pitch(self) -> int:
+        return self.rank_tiles * _RANK_TILE
+
+    @property
+    def rank_groups(self) -> int:
+        return -(-self.slices * self.rank_tiles // self.group_tiles)
 
     @property
     def split_stride(self) -> int:
-        return self.rows * self.slices * self.max_rank
+        return self.rows * self.slices * self.rank_pitch
 
     @property
     def workspace_bytes(self) -> int:
@@ -78,15 +96,16 @@ class _Plan:
 
 
 def _plan(rows: int, slices: int, in_features: int, max_rank: int, dtype: np.dtype[Any]) -> _Plan:
-    rank_tiles = 1 if max_rank <= 16 else 2 if max_rank <= 32 else 4
-    rank_blocks = -(-max_rank // (16 * rank_tiles))
+    rank_tiles = -(-max_rank // _RANK_TILE)
+    together = slices * rank_tiles
+    group_tiles = 1 if together == 1 else 2 if together == 2 else 4
     splits = 1
     if dtype != FLOAT32:
         possible = -(-in_features // _SPLIT)
         # Splitting K over CTAs fills the device when there is little work; the sum is the same.
-        if rows * slices * rank_blocks * possible <= _SPLIT_LIMIT:
+        if rows * possible * -(-together // group_tiles) <= _SPLIT_LIMIT:
             splits = possible
-    return _Plan(rows, slices, max_rank, rank_tiles, rank_blocks, splits)
+    return _Plan(rows, slices, max_rank, rank_tiles, group_tiles, splits)
 
 
 def lora_workspace_bytes(
@@ -171,9 +190,9 @@ class _Call:
 
     def shrink(self, in_features: int, status: int) -> None:
         plan = self.plan
-        items = self.tiles * plan.slices * plan.rank_blocks * plan.splits
+        items = self.tiles * plan.rank_groups * plan.splits
         program = f"lora_shrink_{dtype_name(self.x.dtype)}"
-        kernel = f"{plan.rank_tiles}_{self.segments.tile_rows // 8}"
+        kernel = f"{plan.group_tiles}_{self.segments.tile_rows}"
         args = (
             address(self.x),
             in_features,
@@ -181,7 +200,8 @@ class _Call:
             *self.lists,
             in_features,
             plan.max_rank,
-            plan.rank_blocks,
+            plan.rank_tiles,
+            plan.rank_pitch,
             plan.splits,
             plan.split_stride,
             int(vector_aligned(self.x)),
@@ -193,13 +213,16 @@ class _Call:
 
     def expand(self, slices: Sequence[LoraSlice], status: int) -> None:
         plan = self.plan
-        columns = _STEP_COLUMNS if plan.rows <= 1024 else 2 * _STEP_COLUMNS
+        columns = _COLUMNS if plan.rows <= 2048 else 2 * _COLUMNS
         packed, blocks = _pack_slices(slices, columns)
-        program, kernel = f"lora_expand_{dtype_name(self.y.dtype)}", f"{self.segments.tile_rows}"
+        part_rows = min(_PART_ROWS, self.segments.tile_rows)
+        parts = self.segments.tile_rows // part_rows
+        program, kernel = f"lora_expand_{dtype_name(self.y.dtype)}", str(part_rows)
         args = (
             address(self.h),
             plan.splits,
             plan.split_stride,
+            plan.rank_pitch,
             address(self.y),
             self.y.shape[1],
             self.y_by,
@@ -207,10 +230,12 @@ class _Call:
             plan.max_rank,
             packed,
             columns,
+            parts,
             int(_vector_columns(self.y, slices)),
             status,
         )
-        grid = (min(self.tiles * blocks, resident_blocks(program, kernel, _THREADS)),)
+        items = -(-self.tiles * blocks * parts // _WARPS)
+        grid = (min(items, resident_blocks(program, kernel, _THREADS)),)
         enqueue(program, kernel, _EXPAND, grid, _THREADS, args)
 
     def float32(self, slices: Sequence[LoraSlice], in_features: int, status: int) -> None:
