@@ -1,7 +1,8 @@
 """Every error a user can cause, as one small family.
 
 Each message says what was wrong, where (argument, tensor, row, key) and what to do about it.
-Nothing in the package signals a user's mistake with ``assert``, ``print`` or a bare ``RuntimeError``.
+Nothing in the package signals a user's mistake with ``assert``, ``print`` or a bare
+``RuntimeError``.
 """
 
 from __future__ import annotations

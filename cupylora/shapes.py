@@ -1,9 +1,9 @@
 """Shapes of models and limits of a runtime: what every other part is sized from.
 
-A model is, to LoRA, a list of *modules* (linear layers an adapter may touch). Dense modules that read
-the same ``x`` stand in one group and become slices of one operation; the routed experts are described
-by one :class:`MoeShape`. ``load_model`` turns a preset's name or a Hugging Face ``config.json`` into a
-:class:`ModelShape`.
+A model is, to LoRA, a list of *modules* (linear layers an adapter may touch). Dense modules that
+read the same ``x`` stand in one group and become slices of one operation; the routed experts are
+described by one :class:`MoeShape`. ``load_model`` turns a preset's name or a Hugging Face
+``config.json`` into a :class:`ModelShape`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GateUpLayout = Literal["gate_first", "up_first", "interleaved"]
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """One linear layer: ``y[out_features] = W x[in_features]``; ``experts`` is 1 for a dense layer."""
+    """One linear layer, ``y[out_features] = W x[in_features]``; ``experts`` is 1 if it is dense."""
 
     name: str
     in_features: int
@@ -93,7 +93,7 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class LoraLimits:
-    """What a runtime is sized for: ``max_loras`` device slots and the largest ``max_rank`` taken."""
+    """What a runtime is sized for: ``max_loras`` device slots, adapters of up to ``max_rank``."""
 
     max_loras: int = 16
     max_rank: int = 64
@@ -219,7 +219,7 @@ PRESETS: dict[str, ModelShape] = {
 
 
 def load_model(source: str) -> ModelShape:
-    """A preset's name, or the path of a Hugging Face ``config.json`` (or of the folder holding it)."""
+    """A preset by name, or a Hugging Face ``config.json`` by its path or its folder's."""
     if source in PRESETS:
         return PRESETS[source]
     path = Path(source)

@@ -207,8 +207,8 @@ def tile_capacity(num_rows: int, segments: int, tile_rows: int) -> int:
 def choose_tile_rows(num_rows: int, num_experts: int) -> int:
     """Rows a tile should hold for R rows over E experts, by sizes known at capture time.
 
-    The rows an expert can expect, R / E, bound what a tile can share: decode batches have a row or two
-    a segment and want small tiles, prefill reads its weights less often with large ones.
+    The rows an expert can expect, R / E, bound what a tile can share: decode batches have a row or
+    two a segment and want small tiles, prefill reads its weights less often with large ones.
     """
     per_expert = num_rows / num_experts
     return 8 if per_expert <= 16 else 16 if per_expert <= 64 else 32

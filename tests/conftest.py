@@ -15,6 +15,7 @@ from cupylora.device import DeviceInfo, DeviceState, probe
 from cupylora.errors import CompileError
 
 GPU_TESTS_RUN = pytest.StashKey[int]()
+_GPU_MARKERS = ("gpu", "multi_gpu")
 
 device = functools.cache(probe)
 
@@ -29,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[GPU_TESTS_RUN] = 0
+    config.pluginmanager.register(_GpuTestCounter(config))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -46,10 +48,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(str(error))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> None:
-    if _needs_gpu(item):
-        item.config.stash[GPU_TESTS_RUN] += 1
+class _GpuTestCounter:
+    """Counts by reports, which reach the main process from parallel workers too."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        marked = any(name in report.keywords for name in _GPU_MARKERS)
+        if marked and report.when == "call" and not report.skipped:
+            self.config.stash[GPU_TESTS_RUN] += 1
 
 
 @pytest.hookimpl(trylast=True)
@@ -66,7 +74,7 @@ def pytest_terminal_summary(
 
 
 def _needs_gpu(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("gpu", "multi_gpu"))
+    return any(item.get_closest_marker(name) for name in _GPU_MARKERS)
 
 
 def _require_device(item: pytest.Item, info: DeviceInfo) -> None:
@@ -80,4 +88,6 @@ def _require_device(item: pytest.Item, info: DeviceInfo) -> None:
 
 
 def _ran_no_gpu_test(config: pytest.Config) -> bool:
+    if hasattr(config, "workerinput"):
+        return False
     return bool(config.getoption("--require-gpu")) and config.stash[GPU_TESTS_RUN] == 0

@@ -1,7 +1,7 @@
 """Times what ``notes/kernels.md`` reports beside the peers' harness, on the current GPU.
 
-Device times are per node sequence: many rotating input sets captured in one CUDA graph, the median of
-its replays divided by the number of sets. Run from a checkout: ``python tools/measure.py``.
+Device times are per node sequence: many rotating input sets captured in one CUDA graph, the median
+of its replays divided by the number of sets. Run from a checkout: ``python tools/measure.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cupy
@@ -22,7 +23,6 @@ from cupylora.compiler.loader import load_kernel
 from cupylora.worklists import choose_tile_rows, segment_capacity
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-FOOTPRINT = 200e6
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 21) -> float:
@@ -72,42 +72,44 @@ def random_batch(tokens: int, top_k: int, experts: int, loras: int, seed: int) -
 
 def route_rows() -> list[tuple[str, ...]]:
     """Route and segments (with tiles) of one MoE layer."""
-    rows = []
-    for tokens, experts, top_k in (
-        (1, 128, 8),
-        (8, 128, 8),
-        (32, 128, 8),
-        (128, 128, 8),
-        (128, 256, 8),
-        (512, 128, 8),
-        (4096, 128, 8),
-        (4096, 1, 1),
-    ):
-        batches = [random_batch(tokens, top_k, experts, 16, seed) for seed in range(40)]
-        sizes = {"num_experts": experts, "max_loras": 16}
-        total = tokens * top_k
-        routings = [ops.route(ids, slots, **sizes) for ids, slots in batches]
-        tile_rows = choose_tile_rows(total, experts)
-        lists = {
-            "max_loras": 16,
-            "tile_rows": tile_rows,
-            "max_segments": segment_capacity(total, experts, 16),
-        }
-        segments = [
-            ops.build_segments(r, slots, **lists)
-            for r, (_, slots) in zip(routings, batches, strict=True)
-        ]
-        triples = list(zip(batches, routings, segments, strict=True))
-        route = graph_us([lambda b=b, r=r: ops.route(*b, **sizes, out=r) for b, r, _ in triples])
-        build = graph_us(
-            [
-                lambda b=b, r=r, s=s: ops.build_segments(r, b[1], **lists, out=s)
-                for b, r, s in triples
-            ]
+    return [
+        _route_row(tokens, experts, top_k)
+        for tokens, experts, top_k in (
+            (1, 128, 8),
+            (8, 128, 8),
+            (32, 128, 8),
+            (128, 128, 8),
+            (128, 256, 8),
+            (512, 128, 8),
+            (4096, 128, 8),
+            (4096, 1, 1),
         )
-        label = f"T={tokens} k={top_k} E={experts}"
-        rows.append((f"route {label}", f"{route:.2f} µs", f"+ segments {build:.2f} µs"))
-    return rows
+    ]
+
+
+def _route_row(tokens: int, experts: int, top_k: int) -> tuple[str, ...]:
+    sizes = {"num_experts": experts, "max_loras": 16}
+    total = tokens * top_k
+    lists = {
+        "max_loras": 16,
+        "tile_rows": choose_tile_rows(total, experts),
+        "max_segments": segment_capacity(total, experts, 16),
+    }
+    size = max(
+        16, ops.route_workspace_bytes(total, experts, 16), ops.segments_workspace_bytes(total)
+    )
+    scratch = cupy.empty(size, np.uint8)
+    routes, builds = [], []
+    for seed in range(40):
+        ids, slots = random_batch(tokens, top_k, experts, 16, seed)
+        routing = ops.route(ids, slots, **sizes)
+        segments = ops.build_segments(routing, slots, **lists)
+        routes.append(partial(ops.route, ids, slots, **sizes, out=routing, workspace=scratch))
+        builds.append(
+            partial(ops.build_segments, routing, slots, **lists, out=segments, workspace=scratch)
+        )
+    label = f"route T={tokens} k={top_k} E={experts}"
+    return label, f"{graph_us(routes):.2f} µs", f"+ segments {graph_us(builds):.2f} µs"
 
 
 def host_rows() -> list[tuple[str, ...]]:
@@ -121,7 +123,7 @@ def host_rows() -> list[tuple[str, ...]]:
     for index, value in enumerate(args):
         launch.set(index, value)
     with stream:
-        bare = host_us(lambda: launch._enqueue())
+        bare = host_us(launch._enqueue)
         run = host_us(lambda: launch.run(stream.ptr))
         packed = host_us(lambda: launch(stream.ptr, (1, 1, 1), (32, 1, 1), 0, args))
         ids, slots = random_batch(8, 8, 128, 4, 0)
@@ -145,42 +147,42 @@ def gemm_rows() -> list[tuple[str, ...]]:
         ("qwen3-30b-a3b", 2048, 1536, 128, 8),
         ("mixtral-8x7b", 4096, 28672, 8, 2),
     ):
-        weights = cupy.empty((experts, width, hidden), BF16)
-        ops.fill_uniform(weights, 1, hidden**-0.5)
-        for tokens in (1, 32, 128, 1024, 4096):
-            total = tokens * top_k
-            ids, slots = random_batch(tokens, top_k, experts, 1, tokens)
-            routing = ops.route(ids, slots, num_experts=experts, max_loras=1)
-            x, y = cupy.zeros((total, hidden), BF16), cupy.zeros((total, width), BF16)
-            ops.fill_uniform(x, 2, 1.0)
-            problems = ops.expert_problems(
-                routing,
-                x_ptr=x.data.ptr,
-                w_ptr=weights.data.ptr,
-                y_ptr=y.data.ptr,
-                itemsize=2,
-                in_features=hidden,
-                out_features=width,
-            )
-            tiles = cupy.empty(experts + 1, np.int32)
-            used = int((cupy.bincount(ids.ravel(), minlength=experts) > 0).sum())
-            size = 2 * (used * width * hidden + total * (hidden + width))
-            cells = []
-            for hint in (16, 256, 4096):
-                us = graph_us(
-                    [
-                        lambda h=hint: ops.grouped_gemm(
-                            problems, dtype=BF16, max_m=h, tile_start=tiles
-                        )
-                    ]
-                    * 4
-                )
-                flops = 2 * total * width * hidden / us / 1e6
-                cells.append(
-                    f"max_m {hint}: {us:.0f} µs {size / us / 1e3:.0f} GB/s {flops:.0f} TF/s"
-                )
-            rows.append((f"gemm {model} T={tokens}", cells[0], "; ".join(cells[1:])))
+        weights = ops.fill_uniform(cupy.empty((experts, width, hidden), BF16), 1, hidden**-0.5)
+        rows += [
+            (f"gemm {model} T={tokens}", *_gemm_cells(weights, tokens, top_k))
+            for tokens in (1, 32, 128, 1024, 4096)
+        ]
     return rows
+
+
+def _gemm_cells(weights: Any, tokens: int, top_k: int) -> tuple[str, str]:
+    experts, width, hidden = weights.shape
+    total = tokens * top_k
+    ids, slots = random_batch(tokens, top_k, experts, 1, tokens)
+    routing = ops.route(ids, slots, num_experts=experts, max_loras=1)
+    x, y = (
+        ops.fill_uniform(cupy.empty((total, hidden), BF16), 2, 1.0),
+        cupy.empty((total, width), BF16),
+    )
+    problems = ops.expert_problems(
+        routing,
+        x_ptr=x.data.ptr,
+        w_ptr=weights.data.ptr,
+        y_ptr=y.data.ptr,
+        itemsize=2,
+        in_features=hidden,
+        out_features=width,
+    )
+    tiles = cupy.empty(experts + 1, np.int32)
+    used = int((cupy.bincount(ids.ravel(), minlength=experts) > 0).sum())
+    size = 2 * (used * width * hidden + total * (hidden + width))
+    cells = []
+    for hint in (16, 256, 4096):
+        call = partial(ops.grouped_gemm, problems, dtype=BF16, max_m=hint, tile_start=tiles)
+        us = graph_us([call] * 4)
+        rate = 2 * total * width * hidden / us / 1e6
+        cells.append(f"max_m {hint}: {us:.0f} µs, {size / us / 1e3:.0f} GB/s, {rate:.0f} TFLOP/s")
+    return cells[0], "; ".join(cells[1:])
 
 
 def main() -> None:

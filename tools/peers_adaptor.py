@@ -40,7 +40,7 @@ def pack(a: torch.Tensor) -> torch.Tensor:
 
 
 def entries(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Any:
-    """Slot entries of slices whose packed A is [slots, (E,) r, K] and whose B is [slots, (E,) N, r]."""
+    """Slot entries of slices with packed A [slots, (E,) r, K] and B [slots, (E,) N, r]."""
     table = np.zeros((len(a), a[0].shape[0]), SLOT_ENTRY)
     for row, (shrink, expand) in enumerate(zip(a, b, strict=True)):
         for slot in range(shrink.shape[0]):
@@ -114,7 +114,7 @@ def dense(case: dict[str, Any], m: Any) -> tuple[list[Any], dict[str, Any]]:
     return calls, {"tile_rows": route.segments.tile_rows}
 
 
-def moe(case: dict[str, Any], pool: Any, sets: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
+def moe(_case: dict[str, Any], pool: Any, sets: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Gate and up in one call, down in another, for every rotating set."""
     if not hasattr(pool, "packed13"):
         pool.packed13 = [pack(a) for a in pool.A13]

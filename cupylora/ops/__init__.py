@@ -1,13 +1,13 @@
 """The operations of a LoRA step, one public function a file.
 
-Each takes NumPy arrays (computed by its twin in ``cupylora.reference``) or device arrays (computed by
-our kernels on CuPy's current stream), with the same arguments and results. ``out=`` arguments let a
-caller own all memory; with them given no op allocates.
+Each takes NumPy arrays (computed by its twin in ``cupylora.reference``) or device arrays (computed
+by our kernels on CuPy's current stream), with the same arguments and results. ``out=`` and
+``workspace=`` arguments let a caller own all memory; with them given no op allocates.
 """
 
 from cupylora.ops.activation import activation
 from cupylora.ops.build_problems import build_problems
-from cupylora.ops.build_segments import build_segments
+from cupylora.ops.build_segments import build_segments, segments_workspace_bytes
 from cupylora.ops.expert_problems import expert_problems
 from cupylora.ops.fill_uniform import fill_uniform
 from cupylora.ops.finalize import finalize
@@ -16,7 +16,7 @@ from cupylora.ops.lora_delta import LoraSlice, lora_delta, lora_workspace_bytes
 from cupylora.ops.permute_rows import permute_rows
 from cupylora.ops.pointer_expand import pointer_expand
 from cupylora.ops.requests_to_tokens import requests_to_tokens
-from cupylora.ops.route import route
+from cupylora.ops.route import route, route_workspace_bytes
 from cupylora.ops.slot_lookup import slot_lookup
 from cupylora.ops.status import DeviceStatus
 
@@ -36,5 +36,7 @@ __all__ = [
     "pointer_expand",
     "requests_to_tokens",
     "route",
+    "route_workspace_bytes",
+    "segments_workspace_bytes",
     "slot_lookup",
 ]

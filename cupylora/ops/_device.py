@@ -18,7 +18,7 @@ from cupylora.checks import check_array, is_on_device
 from cupylora.compiler.kernel import Kernel, Launch
 from cupylora.compiler.loader import load_kernel
 from cupylora.dtypes import dtype_name
-from cupylora.errors import ArgumentError
+from cupylora.errors import ArgumentError, CapacityError
 from cupylora.worklists import Array, GemmProblems, Routing
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "route_arguments",
     "status_pointer",
     "vector_aligned",
+    "workspace",
 ]
 
 _PROBLEM_FIELDS: dict[str, Any] = {
@@ -82,6 +83,22 @@ def output(name: str, out: Any, shape: tuple[int, ...], dtype: Any, *, zero: boo
     return out
 
 
+def workspace(given: Array | None, size: int, needed_by: str) -> Array:
+    """Scratch of at least ``size`` bytes: ``given`` (uint8, aligned to 16 bytes), or new memory."""
+    if given is None:
+        import cupy
+
+        return cupy.empty(size, np.uint8)
+    check_array("workspace", given, dtype=np.dtype(np.uint8), shape=(None,), on_device=True)
+    if given.shape[0] < size:
+        raise CapacityError(
+            f"workspace has {given.shape[0]} bytes; {size} are needed ({needed_by})"
+        )
+    if address(given) % 16:
+        raise ArgumentError("workspace does not start on a 16-byte boundary")
+    return given
+
+
 def address(array: Array | None) -> int:
     """Device address of an array's first element, 0 for none."""
     return 0 if array is None else int(array.data.ptr)
@@ -104,7 +121,12 @@ def status_pointer(status: Any) -> int:
 
 
 @functools.cache
-def _launch(device: int, program: str, kernel: str, types: tuple[str, ...]) -> Launch:
+def _launch(
+    device: int,  # noqa: ARG001 - a key of the cache: kernels are loaded on the current device
+    program: str,
+    kernel: str,
+    types: tuple[str, ...],
+) -> Launch:
     return load_kernel(program, kernel).prepare(types)
 
 
@@ -153,7 +175,7 @@ def route_arguments(routing: Routing) -> tuple[int, int, int]:
 
 
 def pack_problems(problems: GemmProblems, *, count: bool) -> bytes:
-    """The addresses of a problem list's arrays as the kernels' struct, with or without the count."""
+    """The addresses of a problem list's arrays as the kernels' struct, ``count`` last if asked."""
     fields = [f.name for f in dataclasses.fields(GemmProblems)]
     pointers = [address(getattr(problems, f)) for f in (fields if count else fields[:-1])]
     return struct.pack(f"{len(pointers)}Q", *pointers)

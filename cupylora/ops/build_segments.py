@@ -20,12 +20,13 @@ from cupylora.ops._device import (
     route_arguments,
     status_pointer,
 )
+from cupylora.ops._device import workspace as scratch
 from cupylora.worklists import Array, Routing, Segments, tile_capacity
 
-__all__ = ["build_segments"]
+__all__ = ["build_segments", "segments_workspace_bytes"]
 
 _THREADS = 1024
-_SUMMARY_WORDS = 4
+_SUMMARY_BYTES = 16
 _ROWS = ("ptr", "ptr", "ptr", "i32", "i32", "i32", "i32", "i32", "i32", "ptr")
 _COUNTS = (*_ROWS, "ptr")
 _FILL = (*_ROWS, "i32", "i32", "ptr", "ptr", "ptr", "ptr", "ptr", "ptr", "ptr")
@@ -40,6 +41,7 @@ def build_segments(
     tile_rows: int = 8,
     max_segments: int | None = None,
     out: Segments | None = None,
+    workspace: Array | None = None,
     status: Array | None = None,
 ) -> Segments:
     max_loras = check_int("max_loras", max_loras, 1)
@@ -51,10 +53,11 @@ def build_segments(
     tile_room = tile_capacity(rows, room, tile_rows)
     result = _output(out, room, tile_room, tile_rows)
 
-    import cupy
-
     blocks = blocks_for(rows, _THREADS)
-    summaries = cupy.empty((blocks, _SUMMARY_WORDS), np.int32) if blocks > 1 else None
+    summaries = None
+    if blocks > 1:
+        size = segments_workspace_bytes(rows)
+        summaries = scratch(workspace, size, "segments_workspace_bytes")
     status_word = status_pointer(status)
     head = (
         address(routing.row_to_pair),
@@ -72,6 +75,11 @@ def build_segments(
     tail = (room, tile_room, *map(address, lists), address(result.tile_count), status_word)
     enqueue("segments", "segment_fill", _FILL, (blocks,), _THREADS, (*head, *tail))
     return result
+
+
+def segments_workspace_bytes(num_rows: int) -> int:
+    """Bytes of the workspace that ``build_segments`` takes for any R up to ``num_rows`` rows."""
+    return blocks_for(num_rows, _THREADS) * _SUMMARY_BYTES
 
 
 def _output(out: Segments | None, room: int, tile_room: int, tile_rows: int) -> Segments:

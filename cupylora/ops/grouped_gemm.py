@@ -1,7 +1,7 @@
 """A list of GEMM problems in device memory, worked off by one persistent kernel (gemm/).
 
-In: GemmProblems of ``build_problems`` or ``expert_problems``. Out: the D matrices, in place. A first
-launch counts the output tiles, since sizes and their number are device data.
+In: GemmProblems of ``build_problems`` or ``expert_problems``. Out: the D matrices, in place. A
+first launch counts the output tiles, since sizes and their number are device data.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def grouped_gemm(
 
 
 def _tile(dtype: np.dtype[Any], max_m: int | None) -> tuple[int, int, int, int]:
-    """(rows, columns, threads, pipeline stages) of the output tile for problems of ``max_m`` rows."""
+    """(rows, columns, threads, stages) of the output tile for problems of ``max_m`` rows."""
     if dtype == FLOAT32:
         return _F32_TILE, _F32_TILE, _F32_THREADS, 0
     if max_m is not None and max_m <= 16:

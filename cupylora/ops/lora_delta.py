@@ -25,7 +25,7 @@ from cupylora.checks import (
     check_slot_entries,
 )
 from cupylora.dtypes import FLOAT32, dtype_name
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
     device_op,
@@ -35,6 +35,7 @@ from cupylora.ops._device import (
     status_pointer,
     vector_aligned,
 )
+from cupylora.ops._device import workspace as scratch
 from cupylora.reference._rows import RowIndex
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import Array, LoraSlice, Routing, Segments
@@ -111,8 +112,16 @@ def _plan(rows: int, slices: int, in_features: int, max_rank: int, dtype: np.dty
 def lora_workspace_bytes(
     num_rows: int, slices: int, in_features: int, max_rank: int, dtype: Any
 ) -> int:
-    """Bytes of the workspace that ``lora_delta`` takes for R = ``num_rows`` rows."""
-    return _plan(num_rows, slices, in_features, max_rank, np.dtype(dtype)).workspace_bytes
+    """Bytes of the workspace that ``lora_delta`` takes for any R up to ``num_rows`` rows."""
+
+    def plan(rows: int) -> _Plan:
+        return _plan(rows, slices, in_features, max_rank, np.dtype(dtype))
+
+    # A batch that is split over K keeps its splits apart, so the largest of those can need more.
+    largest = plan(num_rows)
+    splits = -(-in_features // _SPLIT)
+    split_rows = min(num_rows, _SPLIT_LIMIT // (splits * largest.rank_groups))
+    return max(largest.workspace_bytes, plan(split_rows).workspace_bytes)
 
 
 @device_op(reference.lora_delta)
@@ -145,7 +154,7 @@ def lora_delta(
         raise ArgumentError(f"slices has {len(slices)} entries; at most {MAX_SLICES} fit one call")
     check_slot_entries("entries", entries, modules=len(slices), on_device=True)
     plan = _plan(routing.num_rows, len(slices), in_features, max_rank, x.dtype)
-    h = _workspace(workspace, plan.workspace_bytes)
+    h = scratch(workspace, plan.workspace_bytes, "lora_workspace_bytes")
     if routing.num_rows == 0:
         return
     lists = (
@@ -290,18 +299,3 @@ def _vector_columns(y: Array, slices: Sequence[LoraSlice]) -> bool:
     return vector_aligned(y) and all(
         part.y_stride == 1 and part.y_column * y.dtype.itemsize % 16 == 0 for part in slices
     )
-
-
-def _workspace(given: Any, size: int) -> Array:
-    import cupy
-
-    if given is None:
-        return cupy.empty(size, np.uint8)
-    check_array("workspace", given, dtype=np.dtype(np.uint8), shape=(None,), on_device=True)
-    if given.shape[0] < size:
-        raise CapacityError(
-            f"workspace has {given.shape[0]} bytes; {size} are needed (lora_workspace_bytes)"
-        )
-    if address(given) % 16:
-        raise ArgumentError("workspace does not start on a 16-byte boundary")
-    return given

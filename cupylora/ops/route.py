@@ -22,10 +22,11 @@ from cupylora.ops._device import (
     route_arguments,
     status_pointer,
 )
+from cupylora.ops._device import workspace as scratch
 from cupylora.shapes import MAX_EXPERTS
 from cupylora.worklists import Array, Routing, RowOrder
 
-__all__ = ["RANK_LIMIT", "route"]
+__all__ = ["RANK_LIMIT", "route", "route_workspace_bytes"]
 
 RANK_LIMIT = 4096
 """Pairs up to which counting every smaller pair is the faster way."""
@@ -50,6 +51,7 @@ def route(
     start_expert: int = 0,
     row_order: RowOrder = "token_major",
     out: Routing | None = None,
+    workspace: Array | None = None,
     status: Array | None = None,
 ) -> Routing:
     num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
@@ -80,8 +82,25 @@ def route(
     if result.num_rows <= RANK_LIMIT:
         _rank(result, pairs, status_pointer(status))
     else:
-        _sort(result, pairs, max_loras, status_pointer(status))
+        size = route_workspace_bytes(result.num_rows, num_experts, max_loras)
+        memory = scratch(workspace, size, "route_workspace_bytes")
+        _sort(result, pairs, max_loras, address(memory), status_pointer(status))
     return result
+
+
+def route_workspace_bytes(num_rows: int, num_experts: int, max_loras: int) -> int:
+    """Bytes of the workspace that ``route`` takes for any R up to ``num_rows`` rows."""
+    if num_rows <= RANK_LIMIT:
+        return 0
+    totals = _sort_offsets(num_rows, num_experts, max_loras)[1]
+    return totals + 4 * (max(max_loras, num_experts) + 1)
+
+
+def _sort_offsets(num_rows: int, num_experts: int, max_loras: int) -> tuple[int, int]:
+    """Bytes before the order of the first pass, which follows the histogram, and the totals."""
+    blocks = blocks_for(num_rows, _SORT_THREADS)
+    order = 4 * (max(max_loras, num_experts) + 1) * blocks
+    return order, order + 4 * num_rows
 
 
 def _rank(result: Routing, pairs: tuple[int, ...], status: int) -> None:
@@ -97,34 +116,32 @@ def _rank(result: Routing, pairs: tuple[int, ...], status: int) -> None:
     enqueue("sort", "route_rank", _RANK, grid, _RANK_THREADS, args, smem=-(-count // 32) * 128)
 
 
-def _sort(result: Routing, pairs: tuple[int, ...], max_loras: int, status: int) -> None:
-    import cupy
-
+def _sort(
+    result: Routing, pairs: tuple[int, ...], max_loras: int, memory: int, status: int
+) -> None:
     blocks = blocks_for(result.num_rows, _SORT_THREADS)
-    most = max(max_loras, result.num_experts) + 1
-    histogram = cupy.empty((most, blocks), np.int32)
-    totals = cupy.empty(most, np.int32)
-    by_slot = cupy.empty(result.num_rows, np.int32)
+    offsets = _sort_offsets(result.num_rows, result.num_experts, max_loras)
+    histogram, by_slot, totals = memory, memory + offsets[0], memory + offsets[1]
     passes = (
-        (0, max_loras + 1, 0, address(by_slot), 0, 0),
+        (0, max_loras + 1, 0, by_slot, 0, 0),
         (
             1,
             result.num_experts + 1,
-            address(by_slot),
+            by_slot,
             address(result.row_to_pair),
             address(result.pair_to_row),
             address(result.expert_first_token_offset),
         ),
     )
-    for by_expert, digits, order, target, pair_to_row, offsets in passes:
-        head = (*pairs, order, by_expert, digits, address(histogram))
+    for by_expert, digits, order, target, pair_to_row, first_rows in passes:
+        head = (*pairs, order, by_expert, digits, histogram)
         words = digits * 4
         enqueue(
             "sort", "digit_histogram", _HISTOGRAM, (blocks,), _SORT_THREADS, (*head, status), words
         )
-        scan = (address(histogram), digits, blocks, address(totals))
+        scan = (histogram, digits, blocks, totals)
         enqueue("sort", "digit_scan", _SCAN, (blocks_for(digits, 8),), 256, scan)
-        tail = (address(totals), target, pair_to_row, offsets)
+        tail = (totals, target, pair_to_row, first_rows)
         enqueue("sort", "digit_scatter", _SCATTER, (blocks,), _SORT_THREADS, (*head, *tail), words)
 
 

@@ -1,8 +1,8 @@
 """The error-flag word that device work sets where the host could not check beforehand.
 
-A kernel that meets a slot or rank that does not exist treats it as 'no adapter' and sets a bit here.
-The word is pinned host memory, so looking at it costs no synchronisation: a call reports what work
-before it has met so far.
+A kernel that meets a slot or rank that does not exist treats it as 'no adapter' and sets a bit
+here. The word is pinned host memory, so looking at it costs no synchronisation: a call reports what
+work before it has met so far.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ def build_segments(
     tile_rows: int = 8,
     max_segments: int | None = None,
     out: Segments | None = None,
+    workspace: Array | None = None,
     status: Array | None = None,
 ) -> Segments:
     """Cut the valid rows into maximal runs of one (expert, slot), those of an adapter into tiles.
@@ -33,6 +34,7 @@ def build_segments(
     tile_rows: rows of a full tile, a one of 8, 16 and 32.
     max_segments: room of the list, by default one per row, which any order fits; rows sorted by
     ``route`` need no more than ``segment_capacity``.
+    workspace: scratch for the device (see the op's ``*_workspace_bytes``); unused here.
     out: a Segments of that room to write into; what lies past the counts is left as it was.
 
     Raises CapacityError for more segments than ``max_segments``, ArgumentError for a slot >=

@@ -28,6 +28,7 @@ def route(
     start_expert: int = 0,
     row_order: RowOrder = "token_major",
     out: Routing | None = None,
+    workspace: Array | None = None,
     status: Array | None = None,
 ) -> Routing:
     """Sort the pairs whose expert is ours by (local expert, slot, pair); base rows (-1) come first.
@@ -37,6 +38,7 @@ def route(
     token_to_slot: int32 [T]; negative for no adapter.
     row_order: how the pair (token t, choice j) is numbered, t·k + j or (k_major) j·T + t; topk_ids
     is [T, k] in both.
+    workspace: scratch for the device (see the op's ``*_workspace_bytes``); unused here.
     out: a Routing of the same sizes to write into.
 
     Raises ArgumentError for a slot >= max_loras; with ``status`` (int32 [1]) it sets

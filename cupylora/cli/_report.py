@@ -1,0 +1,284 @@
+"""What ``cupylora run`` tells: a machine-readable record, and tables printed from it."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cupylora import __version__
+from cupylora.cli._check import Finding
+from cupylora.cli._measure import Memory, Timing, floor_bytes
+from cupylora.cli._session import Session
+from cupylora.device import probe
+
+__all__ = ["make_record", "print_record"]
+
+Record = dict[str, Any]
+
+
+def make_record(
+    session: Session,
+    timing: Timing,
+    memory: Memory,
+    bandwidth: float | None,
+    findings: Sequence[Finding] | None,
+) -> Record:
+    """Everything a run found, as JSON values. ``passed`` is None where nothing was checked."""
+    return {
+        "cupylora": __version__,
+        "options": asdict(session.options),
+        "device": _device(session),
+        "model": _model(session),
+        "adapters": _adapters(session),
+        "rows": _rows(session),
+        "step_seconds": dict(zip(("median", "min"), timing.step, strict=True)),
+        "stages": _stages(session, timing, bandwidth),
+        "copy_bytes_per_second": bandwidth,
+        "memory": asdict(memory),
+        "check": None if findings is None else [_finding(f) for f in findings],
+        "passed": None if findings is None else all(f.passed for f in findings),
+    }
+
+
+def _device(session: Session) -> Record:
+    info = probe()
+    if session.backend.on_device:
+        return {"backend": "cuda", "name": info.name, "arch": info.arch, "memory": info.memory}
+    return {"backend": "numpy", "name": platform.processor() or platform.machine()}
+
+
+def _model(session: Session) -> Record:
+    model, stack = session.model, session.stack
+    return {
+        "name": model.name,
+        "layers": model.layers,
+        "dense_groups": [
+            [f"{m.name} {m.in_features}->{m.out_features}" for m in group]
+            for group in model.dense_groups
+        ],
+        "moe": asdict(model.moe) if model.moe else None,
+        "dtype": str(stack.dtype),
+        "tokens": session.batch.num_tokens,
+        "max_loras": session.table.limits.max_loras,
+        "max_rank": session.table.limits.max_rank,
+    }
+
+
+def _adapters(session: Session) -> list[Record]:
+    found = []
+    for slot, (adapter, info) in enumerate(
+        zip(session.adapters, session.table.slots, strict=False)
+    ):
+        scales = sorted({round(f.scale, 6) for f in adapter.factors.values()})
+        found.append(
+            {
+                "slot": slot,
+                "name": adapter.name,
+                "source": adapter.source,
+                "ranks": list(adapter.ranks),
+                "scales": scales,
+                "bytes": info.arena_bytes if info else 0,
+            }
+        )
+    return found
+
+
+def _rows(session: Session) -> list[Record]:
+    """Tokens and routed rows (of one layer) per adapter, those of none first."""
+    batch, model = session.batch, session.model
+    top_k = model.moe.top_k if model.moe else 0
+    names = ["(no adapter)", *(adapter.name for adapter in session.adapters)]
+    counts = np.bincount(batch.slots + 1, minlength=len(names)).tolist()
+    return [
+        {"adapter": name, "tokens": tokens, "rows": tokens * top_k}
+        for name, tokens in zip(names, counts, strict=False)
+    ]
+
+
+def _stages(session: Session, timing: Timing, bandwidth: float | None) -> list[Record]:
+    needed = floor_bytes(session)
+    found = []
+    for name, (median, least) in timing.stages.items():
+        size = needed.get(name)
+        floor = size / bandwidth if size is not None and bandwidth else None
+        found.append(
+            {
+                "stage": name,
+                "median_seconds": median,
+                "min_seconds": least,
+                "bytes": size,
+                "floor_seconds": floor,
+            }
+        )
+    return found
+
+
+def _finding(finding: Finding) -> Record:
+    values = asdict(finding) | {"passed": finding.passed}
+    # JSON has no infinity and no NaN.
+    return {k: _json_number(v) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def print_record(record: Record, console: Console) -> None:
+    """Tables of a record."""
+    for table in (
+        _overview(record),
+        _adapter_table(record),
+        _stage_table(record),
+        _memory_table(record),
+    ):
+        console.print(table)
+    if record["check"] is None:
+        console.print("not checked (--no-check)")
+        return
+    console.print(_check_table(record))
+    worst = "PASS" if record["passed"] else "FAIL"
+    style = "bold green" if record["passed"] else "bold red"
+    console.print(f"{worst}: {_verdict(record)}", style=style, highlight=False)
+
+
+def _verdict(record: Record) -> str:
+    failed = [c for c in record["check"] if not c["passed"]]
+    if not failed:
+        return f"all {len(record['check'])} comparisons with the float64 oracle keep their bounds"
+    first = failed[0]
+    return (
+        f"{len(failed)} of {len(record['check'])} comparisons exceed their bounds; first: layer "
+        f"{first['layer']}, {first['what']}, error {_error(first['error'])}, worst row "
+        f"{_error(first['worst_row'])}, bound {first['bound']:.0e}"
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=bool(columns))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def _overview(record: Record) -> Table:
+    device, model = record["device"], record["model"]
+    table = _table("cupylora run")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    name = f"{device['backend']}: {device['name']}"
+    table.add_row("device", escape(name + (f" ({device['arch']})" if "arch" in device else "")))
+    lora_only = ", no base expert weights" if record["options"]["lora_only"] else ""
+    table.add_row("model", escape(f"{model['name']}, {model['layers']} layers{lora_only}"))
+    for group in model["dense_groups"]:
+        table.add_row("dense", escape(", ".join(group)))
+    if moe := model["moe"]:
+        table.add_row(
+            "experts",
+            f"{moe['experts']}, top-{moe['top_k']}, H {moe['hidden']}, I {moe['intermediate']}, "
+            f"{moe['activation']}, {'gated' if moe['gated'] else 'plain'}",
+        )
+    table.add_row("batch", f"{model['tokens']} tokens, {model['dtype']}")
+    table.add_row("slots", f"{model['max_loras']}, ranks up to {model['max_rank']}")
+    return table
+
+
+def _adapter_table(record: Record) -> Table:
+    table = _table("Adapters", "adapter", "slot", "rank", "scale", "bytes", "tokens", "rows/layer")
+    details = [None, *record["adapters"]]
+    for rows, adapter in zip(record["rows"], details, strict=True):
+        cells = ["", "", "", ""]
+        if adapter is not None:
+            ranks, scales = adapter["ranks"], adapter["scales"]
+            cells = [str(adapter["slot"]), _range(ranks), _range(scales), _bytes(adapter["bytes"])]
+        table.add_row(escape(rows["adapter"]), *cells, str(rows["tokens"]), str(rows["rows"]))
+    return table
+
+
+def _stage_table(record: Record) -> Table:
+    on_device = record["copy_bytes_per_second"] is not None
+    extra = ("bytes", "floor", "median/floor") if on_device else ()
+    layers, steps = record["model"]["layers"], record["options"]["steps"]
+    title = f"Time per step ({layers} layers, {steps} eager steps)"
+    if on_device:
+        title += f"; floor at {record['copy_bytes_per_second'] / 1e12:.2f} TB/s (measured copy)"
+    table = _table(title, "stage", "median", "min", *extra)
+    for stage in record["stages"]:
+        cells = [_time(stage["median_seconds"]), _time(stage["min_seconds"])]
+        if on_device:
+            cells += _floor_cells(stage)
+        table.add_row(stage["stage"], *cells)
+    step = record["step_seconds"]
+    table.add_section()
+    table.add_row("step", _time(step["median"]), _time(step["min"]), *("" for _ in extra))
+    return table
+
+
+def _floor_cells(stage: Record) -> list[str]:
+    if not stage["floor_seconds"]:
+        return ["", "", ""]
+    ratio = stage["median_seconds"] / stage["floor_seconds"]
+    return [_bytes(stage["bytes"]), _time(stage["floor_seconds"]), f"{ratio:.1f}"]
+
+
+def _memory_table(record: Record) -> Table:
+    memory = record["memory"]
+    table = _table("Memory", "what", "bytes")
+    for key in ("base_weights", "adapters", "workspace", "inputs"):
+        table.add_row(key.replace("_", " "), _bytes(memory[key]))
+    if memory["beyond_weights"] is not None:
+        table.add_section()
+        table.add_row("device memory beyond weights", _bytes(memory["beyond_weights"]))
+    return table
+
+
+def _check_table(record: Record) -> Table:
+    """Per kind of comparison, the worst over the layers."""
+    table = _table(
+        "Check against float64", "comparison", "rows", "max error", "max row", "bound", "result"
+    )
+    kinds: dict[str, list[Record]] = {}
+    for check in record["check"]:
+        kinds.setdefault(check["what"], []).append(check)
+    for what, checks in kinds.items():
+        table.add_row(
+            what,
+            str(sum(c["rows"] for c in checks)),
+            _error(max(float(c["error"]) for c in checks)),
+            _error(max(float(c["worst_row"]) for c in checks)),
+            _error(checks[0]["bound"]),
+            "pass" if all(c["passed"] for c in checks) else "FAIL",
+        )
+    return table
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    low, high = values[0], values[-1]
+    return f"{low:g}" if low == high else f"{low:g}..{high:g}"
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"
+        value /= 1000
+    return f"{value:.3g} GB" if value < 1000 else f"{value:.0f} GB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _error(value: float | str) -> str:
+    number = float(value)
+    return "exact" if number == 0 else f"{number:.1e}"

@@ -1,0 +1,179 @@
+"""From the options of ``cupylora run`` to a stack that is ready to step.
+
+In: RunOptions. Out: a Session: backend, adapters in their slots, stack and batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupylora.adapters.factors import Adapter, synthetic_adapter
+from cupylora.adapters.peft import read_adapter
+from cupylora.adapters.slots import BLOCK_ALIGNMENT, Arena, SlotTable, adapter_bytes
+from cupylora.backend import ArrayBackend, open_backend
+from cupylora.dtypes import resolve_dtype
+from cupylora.errors import ArgumentError
+from cupylora.layers.batch import StackBatch, make_batch, mixed_slots
+from cupylora.layers.stack import LayerStack, base_weight_bytes, require_base_room, require_room
+from cupylora.resources import data_dir
+from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape, load_model
+
+__all__ = ["RunOptions", "Session", "open_session"]
+
+_DEMO_MODEL = "tiny-moe"
+_SYNTHETIC_DEFAULT = 4
+_RANK_STEP = 16
+
+Say = Callable[[str], None]
+"""Told what is being done now."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line asks for; None: not said."""
+
+    model: str = _DEMO_MODEL
+    adapters: tuple[str, ...] = ()
+    synthetic: int | None = None
+    ranks: str = "16"
+    layers: int | None = None
+    tokens: int = 128
+    steps: int = 10
+    base_share: float = 0.25
+    dtype: str = "bfloat16"
+    seed: int = 0
+    backend: str = "auto"
+    max_loras: int | None = None
+    lora_only: bool = False
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything a run works with. adapters: the one in each slot, cut to the stack's layers."""
+
+    options: RunOptions
+    backend: ArrayBackend
+    model: ModelShape
+    adapters: tuple[Adapter, ...]
+    table: SlotTable
+    stack: LayerStack
+    batch: StackBatch
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of base weights, adapters and slot table."""
+        adapters = self.table.arena.capacity + int(self.table.entries.nbytes)
+        return self.stack.weight_bytes + adapters
+
+
+def open_session(options: RunOptions, say: Say) -> Session:
+    """Make all of it. Raises a CupyloraError for whatever cannot be had, before much is done."""
+    backend = open_backend(options.backend)
+    dtype = resolve_dtype(options.dtype)
+    whole = load_model(options.model)
+    model = whole if options.layers is None else _cut(whole, options.layers)
+    if not options.lora_only:
+        require_base_room(model, dtype, backend)
+    adapters = _adapters(options, whole, model, say)
+    say("loading adapters into slots")
+    table = _load(adapters, options, model, dtype, backend)
+    say("making base weights" if not options.lora_only else "preparing layers")
+    stack = LayerStack(
+        table,
+        backend,
+        max_tokens=options.tokens,
+        lora_only=options.lora_only,
+        seed=options.seed,
+    )
+    slots = mixed_slots(options.tokens, len(adapters), options.base_share, options.seed)
+    batch = make_batch(model, backend, slots, dtype=dtype, seed=options.seed)
+    return Session(options, backend, model, adapters, table, stack, batch)
+
+
+def _cut(model: ModelShape, layers: int) -> ModelShape:
+    if layers > model.layers:
+        raise ArgumentError(f"layers is {layers}; model {model.name} has {model.layers}")
+    return model.with_layers(layers)
+
+
+def _adapters(
+    options: RunOptions, whole: ModelShape, model: ModelShape, say: Say
+) -> tuple[Adapter, ...]:
+    """Adapters read from directories, then synthetic ones.
+
+    A file is read against the whole model, so that each of its tensors is accounted for.
+    """
+    named = [_named(text) for text in options.adapters]
+    synthetic = options.synthetic
+    if not named and synthetic is None:
+        if options.model == _DEMO_MODEL:
+            named = [(path.name, str(path)) for path in sorted((data_dir() / "demo").iterdir())]
+        else:
+            synthetic = _SYNTHETIC_DEFAULT
+    names = [name for name, _ in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise ArgumentError(f"--adapter {name}: the name is given twice")
+    adapters = []
+    for name, path in named:
+        say(f"reading adapter {name}")
+        adapters.append(read_adapter(path, whole, name=name).with_layers(model.layers))
+    ranks = _ranks(options.ranks)
+    for number in range(synthetic or 0):
+        say(f"making synthetic adapter {number + 1} of {synthetic}")
+        rank, seed = ranks[number % len(ranks)], options.seed + number
+        adapters.append(
+            synthetic_adapter(
+                model,
+                rank,
+                seed,
+                resolve_dtype(options.dtype),
+                name=f"synthetic-{number}-r{rank}",
+            )
+        )
+    return tuple(adapters)
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not separator or not name or not path:
+        raise ArgumentError(f"--adapter {text!r}: NAME=DIRECTORY is needed")
+    return name, path
+
+
+def _ranks(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and 1 <= int(part) <= MAX_RANK for part in parts):
+        raise ArgumentError(f"--rank {text!r}: ranks of 1 to {MAX_RANK}, by commas, are needed")
+    return [int(part) for part in parts]
+
+
+def _load(
+    adapters: Sequence[Adapter],
+    options: RunOptions,
+    model: ModelShape,
+    dtype: Any,
+    backend: ArrayBackend,
+) -> SlotTable:
+    """A table just large enough, with the adapters in slots 0, 1, ..."""
+    max_loras = max(1, len(adapters)) if options.max_loras is None else options.max_loras
+    if len(adapters) > max_loras:
+        raise ArgumentError(f"{len(adapters)} adapters do not fit --max-loras {max_loras}")
+    largest = max((adapter.max_rank for adapter in adapters), default=1)
+    max_rank = -(-largest // _RANK_STEP) * _RANK_STEP
+    size = sum(adapter_bytes(adapter, dtype.itemsize) for adapter in adapters)
+    base = 0 if options.lora_only else base_weight_bytes(model, dtype)
+    require_room(
+        backend,
+        base + size,
+        f"{len(adapters)} adapters" + (" and the base expert weights" if base else ""),
+        f"use {'--lora-only, ' if base else ''}fewer layers, fewer adapters or smaller ranks",
+    )
+    arena = Arena(max(size, BLOCK_ALIGNMENT), backend.xp)
+    limits = LoraLimits(max_loras=max_loras, max_rank=min(max_rank, MAX_RANK))
+    table = SlotTable(model, limits, dtype, xp=backend.xp, arena=arena)
+    for slot, adapter in enumerate(adapters):
+        table.load(slot, adapter)
+    return table

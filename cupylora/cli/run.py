@@ -1,0 +1,146 @@
+"""``cupylora run``: a mixed batch of adapters through a model's layers, timed and checked.
+
+Options → ``_session`` (adapters, slots, stack, batch) → ``_measure`` (timed steps) → ``_check``
+(float64 oracle) → ``_report`` (tables, JSON).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cupylora.cli._check import check_stack
+from cupylora.cli._measure import copy_bandwidth, memory, time_steps
+from cupylora.cli._report import Record, make_record, print_record
+from cupylora.cli._session import RunOptions, open_session
+from cupylora.dtypes import DTYPES
+from cupylora.errors import ArgumentError
+from cupylora.shapes import PRESETS
+
+__all__ = ["command"]
+
+
+@click.command("run")
+@click.option(
+    "--model",
+    default="tiny-moe",
+    show_default=True,
+    metavar="PRESET|CONFIG.JSON",
+    help=f"One of {', '.join(PRESETS)}, or a Hugging Face config.json.",
+)
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="A PEFT adapter directory; repeatable. Default: for tiny-moe the shipped examples, for "
+    "other models 4 synthetic adapters.",
+)
+@click.option(
+    "--synthetic-adapters",
+    "synthetic",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Add N random adapters.",
+)
+@click.option(
+    "--rank",
+    "ranks",
+    default="16",
+    show_default=True,
+    metavar="R[,R...]",
+    help="Their ranks, taken in turn.",
+)
+@click.option("--layers", type=click.IntRange(min=1), help="First layers only.  [default: all]")
+@click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option(
+    "--base-share",
+    type=click.FloatRange(0, 1),
+    default=0.25,
+    show_default=True,
+    help="Part of the tokens that have no adapter.",
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--backend", type=click.Choice(["auto", "cuda", "numpy"]), default="auto", show_default=True
+)
+@click.option(
+    "--max-loras",
+    type=click.IntRange(1, 4096),
+    help="Adapter slots.  [default: one per adapter]",
+)
+@click.option("--lora-only", is_flag=True, help="No base expert weights: their outputs are given.")
+@click.option("--check/--no-check", default=True, help="Compare with a float64 oracle (default).")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a record."
+)
+@click.pass_context
+def command(ctx: click.Context, /, check: bool, json_file: Path | None, **values: Any) -> None:
+    """Run a mixed batch of adapters through a model's layers.
+
+    Each layer adds LoRA to the attention projections (on given inputs) and to the experts, whose
+    block is computed whole. Exit code 0: the outputs agree with a float64 oracle (or were not
+    checked), 1: they do not, 2: wrong usage or input.
+    """
+    _check_writable(json_file)
+    console = Console()
+    record = _run(RunOptions(**values), check, console)
+    print_record(record, console)
+    if json_file is not None:
+        _write(json_file, record)
+    if record["passed"] is False:
+        ctx.exit(1)
+
+
+def _run(options: RunOptions, check: bool, console: Console) -> Record:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def say(text: str) -> None:
+            progress.update(task, description=text)
+
+        session = open_session(options, say)
+        counter = _Counter(say, f"step {{}} of {options.steps}")
+        timing = time_steps(session, counter)
+        held = memory(session)
+        findings = None
+        if check:
+            counter = _Counter(say, f"checked layer {{}} of {session.model.layers}")
+            say("checking against the float64 oracle")
+            findings = check_stack(
+                session.stack, session.batch, session.adapters, timing.output, counter
+            )
+        bandwidth = copy_bandwidth(session.backend)
+    return make_record(session, timing, held, bandwidth, findings)
+
+
+class _Counter:
+    """Says a text with a number that rises at each call."""
+
+    def __init__(self, say: Any, text: str) -> None:
+        self.say, self.text, self.count = say, text, 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.say(self.text.format(self.count))
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ArgumentError(f"--json {path}: not a file in a folder that exists")
+
+
+def _write(path: Path, record: Record) -> None:
+    try:
+        path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"--json {path}: cannot be written ({error})") from error

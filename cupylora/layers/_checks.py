@@ -1,0 +1,60 @@
+"""Checks that the layers share, made before anything is enqueued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupylora.backend import ArrayBackend
+from cupylora.checks import check_array
+from cupylora.errors import ArgumentError
+from cupylora.layers.plan import BatchPlan
+from cupylora.worklists import Array
+
+__all__ = ["ArrayChecks", "check_plan"]
+
+
+class ArrayChecks:
+    """``check_array`` for one layer: arrays of its dtype unless said otherwise, where it lives."""
+
+    def __init__(self, backend: ArrayBackend, dtype: np.dtype[Any]) -> None:
+        self._on_device, self._dtype = backend.on_device, dtype
+
+    def read(
+        self, name: str, array: Array, *shape: int | None, dtype: np.dtype[Any] | None = None
+    ) -> None:
+        """``array`` is C-contiguous and of ``shape``."""
+        self._check(name, array, shape, dtype, writable=False)
+
+    def written(self, name: str, array: Array, *shape: int | None) -> None:
+        """The same, of the layer's dtype and writable."""
+        self._check(name, array, shape, None, writable=True)
+
+    def _check(
+        self,
+        name: str,
+        array: Array,
+        shape: tuple[int | None, ...],
+        dtype: np.dtype[Any] | None,
+        *,
+        writable: bool,
+    ) -> None:
+        check_array(
+            name,
+            array,
+            dtype=dtype or self._dtype,
+            shape=shape,
+            writable=writable,
+            on_device=self._on_device,
+        )
+
+
+def check_plan(plan: BatchPlan, max_loras: int) -> None:
+    """A plan made for this layer's slots."""
+    if not isinstance(plan, BatchPlan):
+        raise ArgumentError(f"plan is a {type(plan).__name__}; a BatchPlan is needed")
+    if plan.max_loras != max_loras:
+        raise ArgumentError(
+            f"plan is made for {plan.max_loras} slots, but the layer's entries have {max_loras}"
+        )

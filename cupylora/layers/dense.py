@@ -1,0 +1,176 @@
+"""LoRA on dense modules that share an input (q, k and v; or o alone).
+
+In: x, the host's own base outputs and a dense BatchPlan. Out: the base outputs plus each token's
+delta, in place. What makes the base outputs is the host's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cupylora.adapters.slots import SlotTable
+from cupylora.backend import ArrayBackend
+from cupylora.checks import check_int, check_slices, check_slot_entries
+from cupylora.dtypes import resolve_dtype
+from cupylora.errors import ArgumentError
+from cupylora.layers._checks import ArrayChecks, check_plan
+from cupylora.layers.plan import BatchPlan
+from cupylora.layers.workspace import Needs, Workspace, lora_needs
+from cupylora.ops.lora_delta import MAX_SLICES, lora_delta
+from cupylora.shapes import MAX_RANK, ModuleShape
+from cupylora.worklists import Array, LoraSlice
+
+__all__ = ["DenseLora", "dense_needs"]
+
+
+def dense_needs(
+    backend: ArrayBackend,
+    modules: Sequence[ModuleShape],
+    *,
+    max_tokens: int,
+    max_rank: int,
+    dtype: Any,
+) -> Needs:
+    """Workspace of one DenseLora of ``modules`` for up to ``max_tokens`` tokens."""
+    in_features = modules[0].in_features
+    return lora_needs(
+        backend, max_tokens, len(modules), in_features, max_rank, resolve_dtype(dtype)
+    )
+
+
+class DenseLora:
+    """The deltas of several modules of one x [T, in_features].
+
+    modules: up to MAX_SLICES modules of equal in_features, whatever their widths.
+    entries: uint8 [len(modules), max_loras, 48], their rows of a slot table, on the workspace's
+    backend; looked at anew by each call. What they point at is the caller's to keep; ``of_table``
+    does it.
+    columns: in a fused y, where each module's columns start; default: one after the other.
+    workspace: made with ``dense_needs`` of these modules, and shared with other layers.
+    dtype: of x, y and the factors.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ModuleShape],
+        entries: Array,
+        workspace: Workspace,
+        *,
+        max_rank: int,
+        dtype: Any,
+        columns: Sequence[int] | None = None,
+    ) -> None:
+        self.modules = tuple(modules)
+        if not 1 <= len(self.modules) <= MAX_SLICES:
+            raise ArgumentError(f"modules has {len(self.modules)} entries; use 1 to {MAX_SLICES}")
+        if len({(m.in_features, m.experts) for m in self.modules} | {(self.in_features, 1)}) != 1:
+            raise ArgumentError("modules must be dense and share one in_features")
+        self.max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
+        self.dtype = resolve_dtype(dtype)
+        self.workspace = workspace
+        backend = workspace.backend
+        count, on_device = len(self.modules), backend.on_device
+        _, self.max_loras = check_slot_entries(
+            "entries", entries, modules=count, on_device=on_device
+        )
+        widths = [m.out_features for m in self.modules]
+        starts = np.cumsum([0, *widths[:-1]]).tolist() if columns is None else list(columns)
+        if len(starts) != count:
+            raise ArgumentError(f"columns has {len(starts)} entries; one per module is needed")
+        self._fused = tuple(LoraSlice(*pair) for pair in zip(widths, starts, strict=True))
+        self._width = max(s.y_column + s.out_features for s in self._fused)
+        check_slices(self._fused, self._width, "columns")
+        self._entries = entries
+        self._table: SlotTable | None = None
+        self._apart = [(entries[i : i + 1], (LoraSlice(width),)) for i, width in enumerate(widths)]
+        self._check = ArrayChecks(backend, self.dtype)
+
+    @classmethod
+    def of_table(
+        cls,
+        table: SlotTable,
+        layer: int,
+        names: Sequence[str],
+        workspace: Workspace,
+        *,
+        columns: Sequence[int] | None = None,
+    ) -> DenseLora:
+        """The layer of a table's neighbouring modules ``names``; it keeps the table alive."""
+        model = table.model
+        made = cls(
+            [model.modules[model.module_index(name)] for name in names],
+            table.entries_of(layer, names),
+            workspace,
+            max_rank=table.limits.max_rank,
+            dtype=table.dtype,
+            columns=columns,
+        )
+        made._table = table
+        return made
+
+    @property
+    def in_features(self) -> int:
+        """Columns of x."""
+        return self.modules[0].in_features
+
+    def add(self, x: Array, y: Array | Sequence[Array], plan: BatchPlan) -> None:
+        """Add each token's delta to the base outputs ``y``; tokens of no adapter keep their bits.
+
+        x: [T, in_features]. y: one array [T, width] that holds every module's columns, or one
+        array [T, out_features] per module. plan: a dense one, updated with this batch.
+
+        Raises ArgumentError naming what does not fit, before anything is enqueued.
+        """
+        backend = self.workspace.backend
+        backend.check_status()
+        self._check_batch(x, plan)
+        if hasattr(y, "dtype"):
+            self._check_fused(y, plan.num_tokens)
+            self._add(x, y, self._entries, self._fused, plan)
+            return
+        self._check_apart(y, plan.num_tokens)
+        for array, (entries, slices) in zip(y, self._apart, strict=True):
+            self._add(x, array, entries, slices, plan)
+
+    def _add(
+        self, x: Array, y: Array, entries: Array, slices: Sequence[LoraSlice], plan: BatchPlan
+    ) -> None:
+        lora_delta(
+            x,
+            y,
+            plan.segments,
+            plan.routing,
+            entries,
+            slices,
+            in_features=self.in_features,
+            max_rank=self.max_rank,
+            x_rows="token",
+            y_rows="pair",
+            workspace=self.workspace.lora(),
+            status=self.workspace.backend.status,
+        )
+
+    def _check_batch(self, x: Array, plan: BatchPlan) -> None:
+        check_plan(plan, self.max_loras)
+        if plan.experts != 1 or plan.top_k != 1:
+            raise ArgumentError(
+                f"plan is made for {plan.experts} experts and top-{plan.top_k}; a dense layer "
+                "needs one of a single expert"
+            )
+        self._check.read("x", x, plan.num_tokens, self.in_features)
+
+    def _check_fused(self, y: Array, tokens: int) -> None:
+        self._check.written("y", y, tokens, None)
+        if y.shape[1] < self._width:
+            raise ArgumentError(
+                f"y has {y.shape[1]} columns; the modules' columns end at {self._width}"
+            )
+
+    def _check_apart(self, y: Sequence[Array], tokens: int) -> None:
+        if len(y) != len(self.modules):
+            raise ArgumentError(f"y has {len(y)} arrays; one per module, {len(self.modules)}")
+        for index, (array, module) in enumerate(zip(y, self.modules, strict=True)):
+            self._check.written(f"y[{index}]", array, tokens, module.out_features)

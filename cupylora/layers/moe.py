@@ -1,0 +1,441 @@
+"""LoRA on a routed-expert block: gate and up, activation, down, weighted sum.
+
+Either step by step on a host's own base outputs (``add_first``, ``activate``, ``add_down``,
+``finalize``), or whole with base expert weights (``forward``), whose GEMMs go through the same
+grouped kernel. In: x, router output, a BatchPlan of the block's experts. Out: [T, H].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from cupylora.adapters.slots import SlotTable
+from cupylora.backend import ArrayBackend, Lap
+from cupylora.checks import INT32, INT64, UINT64, check_choice, check_int, check_slot_entries
+from cupylora.dtypes import FLOAT32, resolve_dtype
+from cupylora.errors import ArgumentError
+from cupylora.layers._checks import ArrayChecks, check_plan
+from cupylora.layers.plan import BatchPlan
+from cupylora.layers.workspace import Needs, Workspace, lora_needs
+from cupylora.ops.activation import activation
+from cupylora.ops.expert_problems import expert_problems
+from cupylora.ops.finalize import finalize
+from cupylora.ops.grouped_gemm import grouped_gemm
+from cupylora.ops.lora_delta import lora_delta
+from cupylora.ops.permute_rows import permute_rows
+from cupylora.shapes import MAX_RANK, MoeShape
+from cupylora.worklists import Array, GemmProblems, LoraSlice
+
+__all__ = ["STAGES", "MoeLora", "MoeWeights", "moe_needs"]
+
+RowsBy = Literal["pair", "row"]
+
+STAGES = (
+    "route",
+    "MoE first base",
+    "MoE first delta",
+    "activation",
+    "down base",
+    "down delta",
+    "finalize",
+)
+"""What ``forward`` tells its ``lap``, in order."""
+
+# x by row, needed up to the first GEMM, and the down projection's output share one buffer.
+_FIRST, _HIDDEN, _MODEL_WIDE, _TILES = "moe first", "moe hidden", "moe rows", "moe tiles"
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """Base weights of the local experts, C-contiguous.
+
+    gate_up: [E, first_width, H], its rows in the model's gate_up_layout (up alone if not gated).
+    down: [E, H, I]. Biases [E, first_width] and [E, H] where the model has them.
+    """
+
+    gate_up: Array
+    down: Array
+    gate_up_bias: Array | None = None
+    down_bias: Array | None = None
+
+
+def moe_needs(
+    backend: ArrayBackend,
+    moe: MoeShape,
+    *,
+    max_tokens: int,
+    max_rank: int,
+    dtype: Any,
+    base: bool = True,
+    outputs: bool = True,
+) -> Needs:
+    """Workspace of one MoeLora for up to ``max_tokens`` tokens.
+
+    base: for ``forward``, with base weights. outputs: room for the first projection's and down's
+    outputs, which ``forward`` needs and a host with arrays of its own does not.
+    """
+    dtype = resolve_dtype(dtype)
+    rows = max_tokens * moe.top_k
+    slices = len(moe.modules) - 1
+    first = lora_needs(backend, rows, slices, moe.hidden, max_rank, dtype)
+    down = lora_needs(backend, rows, 1, moe.intermediate, max_rank, dtype)
+    needs = {name: (max(size, down[name][0]), kind) for name, (size, kind) in first.items()}
+    needs[_HIDDEN] = (rows * moe.intermediate, dtype)
+    if outputs or base:
+        needs[_FIRST] = (rows * moe.first_width, dtype)
+        needs[_MODEL_WIDE] = (rows * moe.hidden, dtype)
+    if base:
+        needs |= {_problem(f): (moe.experts, kind) for f, kind in _PROBLEM_DTYPES.items()}
+        needs[_problem("count")] = (1, INT32)
+        if backend.on_device:
+            needs[_TILES] = (moe.experts + 1, INT32)
+    return needs
+
+
+def _problem(field: str) -> str:
+    return f"moe problems {field}"
+
+
+_PROBLEM_DTYPES: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys(("m", "n", "k"), INT32),
+    **dict.fromkeys(("a", "b", "d"), UINT64),
+    **dict.fromkeys(("lda", "ldb", "ldd"), INT64),
+    "alpha": FLOAT32,
+}
+
+
+def _first_slices(moe: MoeShape) -> tuple[LoraSlice, ...]:
+    """Where gate's and up's columns lie in the first projection's output."""
+    wide = moe.intermediate
+    if not moe.gated:
+        return (LoraSlice(wide),)
+    if moe.gate_up_layout == "interleaved":
+        return (LoraSlice(wide, 0, 2), LoraSlice(wide, 1, 2))
+    if moe.gate_up_layout == "up_first":
+        return (LoraSlice(wide, wide), LoraSlice(wide, 0))
+    return (LoraSlice(wide, 0), LoraSlice(wide, wide))
+
+
+class MoeLora:
+    """The deltas of a MoE block's projections, and the block around them.
+
+    moe: the block's shape; its ``experts`` are the model's, of which a plan's may be a part.
+    entries: uint8 [2 or 3, max_loras, 48]: slot-table rows of gate_proj (if gated), up_proj and
+    down_proj, on the workspace's backend; looked at anew by each call. What they point at is the
+    caller's to keep; ``of_table`` does it.
+    workspace: made with ``moe_needs`` of this shape, and shared with other layers.
+    dtype: of activations, weights and factors.
+
+    Rows of x, y and x2 lie by ``rows``: "pair", as the plan's row_order numbers (token, choice), or
+    "row", sorted by expert as ``plan.routing`` says. Every method raises ArgumentError naming what
+    does not fit before anything is enqueued.
+    """
+
+    def __init__(
+        self, moe: MoeShape, entries: Array, workspace: Workspace, *, max_rank: int, dtype: Any
+    ) -> None:
+        self.moe, self.workspace = moe, workspace
+        self.max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
+        self.dtype = resolve_dtype(dtype)
+        self._backend = workspace.backend
+        modules = len(moe.modules)
+        _, self.max_loras = check_slot_entries(
+            "entries", entries, modules=modules, on_device=self._backend.on_device
+        )
+        self._first = (entries[: modules - 1], _first_slices(moe))
+        self._table: SlotTable | None = None
+        self._down = (entries[modules - 1 :], (LoraSlice(moe.hidden),))
+        self._check = ArrayChecks(self._backend, self.dtype)
+
+    @classmethod
+    def of_table(cls, table: SlotTable, layer: int, workspace: Workspace) -> MoeLora:
+        """The MoE block of one layer of a table's model; it keeps the table alive.
+
+        Raises ArgumentError if the model has no experts.
+        """
+        moe = table.model.moe
+        if moe is None:
+            raise ArgumentError(f"model {table.model.name} has no experts")
+        entries = table.entries_of(layer, [m.name for m in moe.modules])
+        max_rank = table.limits.max_rank
+        made = cls(moe, entries, workspace, max_rank=max_rank, dtype=table.dtype)
+        made._table = table
+        return made
+
+    def outputs(self, plan: BatchPlan) -> tuple[Array, Array]:
+        """Room for a batch's base outputs, [R, first_width] and [R, H], in the workspace.
+
+        For a host that has no arrays of its own; ``forward`` uses the same memory.
+        """
+        view, rows = self.workspace.view, plan.num_rows
+        first = view(_FIRST, (rows, self.moe.first_width))
+        return first, view(_MODEL_WIDE, (rows, self.moe.hidden))
+
+    def add_first(
+        self,
+        x: Array,
+        y: Array,
+        plan: BatchPlan,
+        *,
+        x_rows: Literal["token", "pair", "row"] = "token",
+        y_rows: RowsBy = "pair",
+    ) -> None:
+        """Add gate's and up's deltas to the first projection's output ``y`` [R, first_width].
+
+        x: [T, H] by token, or [R, H]. Rows of no adapter, and ghost rows, keep their bits.
+        """
+        self._start(plan)
+        check_choice("x_rows", x_rows, ("token", "pair", "row"))
+        length = plan.num_tokens if x_rows == "token" else plan.num_rows
+        self._check.read("x", x, length, self.moe.hidden)
+        self._check.written("y", y, plan.num_rows, self.moe.first_width)
+        self._delta(x, y, plan, self._first, x_rows, y_rows)
+
+    def activate(
+        self,
+        y: Array,
+        plan: BatchPlan,
+        *,
+        rows: RowsBy = "pair",
+        bias: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """The down projection's input [R, I] from the first projection's whole output.
+
+        bias: [E, first_width] of the local experts, added first. out: default: the workspace's own
+        array, valid until the next layer runs.
+        """
+        self._start(plan)
+        moe = self.moe
+        self._check.read("y", y, plan.num_rows, moe.first_width)
+        if bias is not None:
+            self._check.read("bias", bias, plan.experts, moe.first_width)
+        shape = (plan.num_rows, moe.intermediate)
+        result = self.workspace.view(_HIDDEN, shape) if out is None else out
+        self._check.written("out", result, *shape)
+        activation(
+            y,
+            kind=moe.activation,
+            gated=moe.gated,
+            layout=moe.gate_up_layout,
+            alpha=moe.alpha,
+            limit=moe.limit,
+            bias=bias,
+            routing=plan.routing,
+            rows=rows,
+            out=result,
+        )
+        return result
+
+    def add_down(
+        self,
+        x: Array,
+        y: Array,
+        plan: BatchPlan,
+        *,
+        x_rows: RowsBy = "pair",
+        y_rows: RowsBy = "pair",
+    ) -> None:
+        """Add down's delta to its base output ``y`` [R, H]; x: [R, I], as ``activate`` gave it."""
+        self._start(plan)
+        check_choice("x_rows", x_rows, ("pair", "row"))
+        self._check.read("x", x, plan.num_rows, self.moe.intermediate)
+        self._check.written("y", y, plan.num_rows, self.moe.hidden)
+        self._delta(x, y, plan, self._down, x_rows, y_rows)
+
+    def finalize(
+        self,
+        y: Array,
+        topk_weights: Array,
+        plan: BatchPlan,
+        *,
+        rows: RowsBy = "pair",
+        bias: Array | None = None,
+        residual: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Each token's sum over its experts here, weighted, plus ``residual``: [T, H].
+
+        topk_weights: float32 [T, k]. bias: [E, H] of the local experts, weighted with their rows.
+        residual, out: [T, H], may be one array; out is allocated if left out.
+        """
+        self._start(plan)
+        self._check.read("y", y, plan.num_rows, self.moe.hidden)
+        self._check_sum(topk_weights, plan, residual, out)
+        if bias is not None:
+            self._check.read("bias", bias, plan.experts, self.moe.hidden)
+        result: Array = finalize(
+            y, topk_weights, plan.routing, y_rows=rows, bias=bias, residual=residual, out=out
+        )
+        return result
+
+    def forward(
+        self,
+        x: Array,
+        topk_ids: Array,
+        topk_weights: Array,
+        token_to_slot: Array,
+        base: MoeWeights,
+        plan: BatchPlan,
+        *,
+        residual: Array | None = None,
+        out: Array | None = None,
+        lap: Lap | None = None,
+    ) -> Array:
+        """The whole block for a batch: ``plan.update``, then ``apply``."""
+        self._check_plan(plan)
+        tokens = int(getattr(token_to_slot, "shape", (0,))[0])
+        self._check_block(x, topk_weights, base, plan, tokens, residual, out)
+        plan.update(token_to_slot, topk_ids)
+        if lap is not None:
+            lap("route")
+        return self.apply(x, topk_weights, base, plan, residual=residual, out=out, lap=lap)
+
+    def apply(
+        self,
+        x: Array,
+        topk_weights: Array,
+        base: MoeWeights,
+        plan: BatchPlan,
+        *,
+        residual: Array | None = None,
+        out: Array | None = None,
+        lap: Lap | None = None,
+    ) -> Array:
+        """The whole block for the batch that ``plan`` holds, in any row order: [T, H].
+
+        x: [T, H]; topk_weights: float32 [T, k]; residual, out: as in ``finalize`` (out may be x).
+        lap: told each of STAGES but the first once its work is enqueued. Intermediate results are
+        rounded to the layer's dtype: after each GEMM, delta and the activation.
+        """
+        self._start(plan)
+        self._check_block(x, topk_weights, base, plan, plan.num_tokens, residual, out)
+        done = lap or (lambda _: None)
+        first, wide = self.outputs(plan)
+        permute_rows(x, plan.routing, out=wide)
+        self._gemm(wide, base.gate_up, first, plan)
+        done("MoE first base")
+        self.add_first(x, first, plan, y_rows="row")
+        done("MoE first delta")
+        hidden = self.activate(first, plan, rows="row", bias=base.gate_up_bias)
+        done("activation")
+        self._gemm(hidden, base.down, wide, plan)
+        done("down base")
+        self.add_down(hidden, wide, plan, x_rows="row", y_rows="row")
+        done("down delta")
+        result = self.finalize(
+            wide,
+            topk_weights,
+            plan,
+            rows="row",
+            bias=base.down_bias,
+            residual=residual,
+            out=out,
+        )
+        done("finalize")
+        return result
+
+    def _start(self, plan: BatchPlan) -> None:
+        self._backend.check_status()
+        self._check_plan(plan)
+
+    def _delta(
+        self,
+        x: Array,
+        y: Array,
+        plan: BatchPlan,
+        module: tuple[Array, tuple[LoraSlice, ...]],
+        x_rows: Literal["token", "pair", "row"],
+        y_rows: RowsBy,
+    ) -> None:
+        entries, slices = module
+        lora_delta(
+            x,
+            y,
+            plan.segments,
+            plan.routing,
+            entries,
+            slices,
+            in_features=x.shape[1],
+            max_rank=self.max_rank,
+            x_rows=x_rows,
+            y_rows=y_rows,
+            workspace=self.workspace.lora(),
+            status=self._backend.status,
+        )
+
+    def _gemm(self, x: Array, weights: Array, y: Array, plan: BatchPlan) -> None:
+        """y = x Wᵀ for each expert's rows; x and y by row."""
+        address = self._backend.address
+        problems = expert_problems(
+            plan.routing,
+            x_ptr=address(x),
+            w_ptr=address(weights),
+            y_ptr=address(y),
+            itemsize=self.dtype.itemsize,
+            in_features=x.shape[1],
+            out_features=y.shape[1],
+            out=self._problems(plan.experts),
+        )
+        tiles = None
+        if self._backend.on_device:
+            tiles = self.workspace.view(_TILES, (plan.experts + 1,))
+        # Experts are loaded unevenly: twice the mean is a fair guess of the largest.
+        likely = min(plan.num_rows, 2 * -(-plan.num_rows // plan.experts))
+        grouped_gemm(problems, dtype=self.dtype, max_m=likely, tile_start=tiles)
+
+    def _problems(self, experts: int) -> GemmProblems:
+        view = self.workspace.view
+        sizes = {f.name: 1 if f.name == "count" else experts for f in fields(GemmProblems)}
+        return GemmProblems(**{f: view(_problem(f), (size,)) for f, size in sizes.items()})
+
+    def _check_plan(self, plan: BatchPlan) -> None:
+        check_plan(plan, self.max_loras)
+        if plan.top_k != self.moe.top_k or plan.start_expert + plan.experts > self.moe.experts:
+            raise ArgumentError(
+                f"plan is made for experts {plan.start_expert} to "
+                f"{plan.start_expert + plan.experts - 1} and top-{plan.top_k}; the block has "
+                f"{self.moe.experts} experts and top-{self.moe.top_k}"
+            )
+
+    def _check_block(
+        self,
+        x: Array,
+        topk_weights: Array,
+        base: MoeWeights,
+        plan: BatchPlan,
+        tokens: int,
+        residual: Array | None,
+        out: Array | None,
+    ) -> None:
+        moe, experts = self.moe, plan.experts
+        if not isinstance(base, MoeWeights):
+            raise ArgumentError(f"base is a {type(base).__name__}; a MoeWeights is needed")
+        self._check.read("x", x, tokens, moe.hidden)
+        self._check.read("base.gate_up", base.gate_up, experts, moe.first_width, moe.hidden)
+        self._check.read("base.down", base.down, experts, moe.hidden, moe.intermediate)
+        for name, bias, width in (
+            ("base.gate_up_bias", base.gate_up_bias, moe.first_width),
+            ("base.down_bias", base.down_bias, moe.hidden),
+        ):
+            if bias is not None:
+                self._check.read(name, bias, experts, width)
+        self._check_sum(topk_weights, plan, residual, out, tokens)
+
+    def _check_sum(
+        self,
+        topk_weights: Array,
+        plan: BatchPlan,
+        residual: Array | None,
+        out: Array | None,
+        tokens: int | None = None,
+    ) -> None:
+        tokens = plan.num_tokens if tokens is None else tokens
+        self._check.read("topk_weights", topk_weights, tokens, self.moe.top_k, dtype=FLOAT32)
+        if residual is not None:
+            self._check.read("residual", residual, tokens, self.moe.hidden)
+        if out is not None:
+            self._check.written("out", out, tokens, self.moe.hidden)

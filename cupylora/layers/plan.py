@@ -1,0 +1,232 @@
+"""A batch's work lists, in memory that is allocated once.
+
+``BatchPlan.update`` routes a batch and cuts it into segments and tiles; the layers read the result.
+A dense layer is the case of one expert and top-1: one plan per batch serves all dense layers. A MoE
+layer has its own routing, so a plan is updated per layer (layers run in order on one stream, which
+lets them share it). In: ``token_to_slot`` and ``topk_ids``. Out: Routing and Segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupylora.backend import ArrayBackend
+from cupylora.checks import INT32, check_array, check_choice, check_int, check_routing
+from cupylora.errors import ArgumentError, CapacityError
+from cupylora.ops.build_segments import build_segments, segments_workspace_bytes
+from cupylora.ops.route import route, route_workspace_bytes
+from cupylora.shapes import MAX_EXPERTS
+from cupylora.worklists import (
+    Array,
+    Routing,
+    RowOrder,
+    Segments,
+    choose_tile_rows,
+    segment_capacity,
+    tile_capacity,
+)
+
+__all__ = ["BatchPlan"]
+
+_EMPTY = "the plan holds no batch yet; call update first"
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Everything for batches of one size: views of the plan's buffers."""
+
+    routing: Routing
+    segments: Segments
+    all_to_one: Array
+
+
+class BatchPlan:
+    """Work lists for batches of up to ``max_tokens`` tokens.
+
+    experts: local experts (1 and ``top_k`` 1: a dense layer's plan); start_expert: the first one's
+    global id. row_order: how pairs are numbered. any_order: make room for rows in any order, which
+    ``adopt`` needs; rows sorted here form fewer segments.
+    """
+
+    def __init__(
+        self,
+        backend: ArrayBackend,
+        *,
+        max_tokens: int,
+        max_loras: int,
+        experts: int = 1,
+        top_k: int = 1,
+        start_expert: int = 0,
+        row_order: RowOrder = "token_major",
+        any_order: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.max_tokens = check_int("max_tokens", max_tokens, 1)
+        self.max_loras = check_int("max_loras", max_loras, 1)
+        self.experts = check_int("experts", experts, 1, MAX_EXPERTS)
+        self.top_k = check_int("top_k", top_k, 1)
+        self.start_expert = check_int("start_expert", start_expert, 0)
+        check_choice("row_order", row_order, ("token_major", "k_major"))
+        self.row_order: RowOrder = row_order
+        self.any_order = any_order
+        rows = max_tokens * top_k
+        room = self._segment_room(rows)
+        self._row_to_pair = backend.empty(rows, np.int32)
+        self._pair_to_row = backend.empty(rows, np.int32)
+        self._offsets = backend.zeros(experts + 1, np.int64)
+        self._start = backend.empty(room + 1, np.int32)
+        self._expert, self._slot = (backend.empty(room, np.int32) for _ in range(2))
+        self._count, self._tile_count = (backend.zeros(1, np.int32) for _ in range(2))
+        self._tiles = backend.empty((tile_capacity(rows, room, 8), 4), np.int32)
+        dense = experts == 1 and top_k == 1 and start_expert == 0
+        self._all_to_one = backend.zeros((max_tokens, 1), np.int32) if dense else None
+        self._scratch = self._make_scratch(rows)
+        self._lists: dict[int, _Lists] = {}
+        self._routing: Routing | None = None
+        self._segments: Segments | None = None
+
+    @property
+    def routing(self) -> Routing:
+        """The current batch's rows. Raises ArgumentError before the first ``update``."""
+        if self._routing is None:
+            raise ArgumentError(_EMPTY)
+        return self._routing
+
+    @property
+    def segments(self) -> Segments:
+        """The current batch's segments and tiles. Raises ArgumentError before ``update``."""
+        if self._segments is None:
+            raise ArgumentError(_EMPTY)
+        return self._segments
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the current batch."""
+        return self.routing.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the current batch, T·k."""
+        return self.routing.num_rows
+
+    def update(self, token_to_slot: Array, topk_ids: Array | None = None) -> None:
+        """Make the lists of a batch; nothing is allocated once its number of tokens has come up.
+
+        token_to_slot: int32 [T], negative for no adapter. topk_ids: int32 [T, top_k] global expert
+        ids; left out in a dense plan. Raises ArgumentError for arrays that do not fit, on NumPy
+        also for a slot >= max_loras (on CUDA the next call reports it), CapacityError for more
+        than max_tokens tokens.
+        """
+        self.backend.check_status()
+        tokens = self._check_slots(token_to_slot)
+        if topk_ids is None and self._all_to_one is None:
+            raise ArgumentError(f"topk_ids is missing; a plan of {self.experts} experts needs them")
+        lists = self._of(tokens)
+        ids = lists.all_to_one if topk_ids is None else topk_ids
+        shape = (tokens, self.top_k)
+        check_array("topk_ids", ids, dtype=INT32, shape=shape, on_device=self.backend.on_device)
+        routing = route(
+            ids,
+            token_to_slot,
+            num_experts=self.experts,
+            max_loras=self.max_loras,
+            start_expert=self.start_expert,
+            row_order=self.row_order,
+            out=lists.routing,
+            workspace=self._scratch,
+            status=self.backend.status,
+        )
+        self._cut(routing, token_to_slot, lists.segments)
+
+    def adopt(self, routing: Routing, token_to_slot: Array) -> None:
+        """Take another stack's row order, sorted by expert at least, instead of making one.
+
+        ``routing``'s sizes must be this plan's, and its arrays stay the caller's. Needs a plan with
+        ``any_order``. Raises as ``update`` does.
+        """
+        self.backend.check_status()
+        if not self.any_order:
+            raise ArgumentError("this plan has room for its own order only; make it with any_order")
+        check_routing(routing, on_device=self.backend.on_device)
+        for field, needed in (
+            ("num_experts", self.experts),
+            ("top_k", self.top_k),
+            ("start_expert", self.start_expert),
+        ):
+            got = getattr(routing, field)
+            if got != needed:
+                raise ArgumentError(f"routing.{field} is {got}; this plan's is {needed}")
+        tokens = self._check_slots(token_to_slot)
+        if routing.num_tokens != tokens:
+            raise ArgumentError(
+                f"routing.num_tokens is {routing.num_tokens}; token_to_slot has {tokens}"
+            )
+        self._cut(routing, token_to_slot, self._of(tokens).segments)
+
+    def _cut(self, routing: Routing, token_to_slot: Array, segments: Segments) -> None:
+        self._routing = routing
+        self._segments = build_segments(
+            routing,
+            token_to_slot,
+            max_loras=self.max_loras,
+            tile_rows=segments.tile_rows,
+            max_segments=segments.expert.shape[0],
+            out=segments,
+            workspace=self._scratch,
+            status=self.backend.status,
+        )
+
+    def _check_slots(self, token_to_slot: Array) -> int:
+        on_device = self.backend.on_device
+        check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(None,), on_device=on_device)
+        tokens = int(token_to_slot.shape[0])
+        if tokens > self.max_tokens:
+            raise CapacityError(
+                f"token_to_slot has {tokens} tokens; this plan has room for {self.max_tokens}"
+            )
+        return tokens
+
+    def _make_scratch(self, rows: int) -> Array | None:
+        if not self.backend.on_device:
+            return None
+        sort = route_workspace_bytes(rows, self.experts, self.max_loras)
+        return self.backend.empty(max(sort, segments_workspace_bytes(rows)), np.dtype(np.uint8))
+
+    def _segment_room(self, rows: int) -> int:
+        if self.any_order:
+            return max(1, rows)
+        return segment_capacity(rows, self.experts, self.max_loras)
+
+    def _of(self, tokens: int) -> _Lists:
+        lists = self._lists.get(tokens)
+        if lists is None:
+            lists = self._lists[tokens] = self._views(tokens)
+        return lists
+
+    def _views(self, tokens: int) -> _Lists:
+        rows = tokens * self.top_k
+        room = self._segment_room(rows)
+        tile_rows = choose_tile_rows(rows, self.experts)
+        routing = Routing(
+            self._row_to_pair[:rows],
+            self._pair_to_row[:rows],
+            self._offsets,
+            num_tokens=tokens,
+            top_k=self.top_k,
+            num_experts=self.experts,
+            start_expert=self.start_expert,
+            row_order=self.row_order,
+        )
+        segments = Segments(
+            self._start[: room + 1],
+            self._expert[:room],
+            self._slot[:room],
+            self._count,
+            self._tiles[: tile_capacity(rows, room, tile_rows)],
+            self._tile_count,
+            tile_rows,
+        )
+        ids = None if self._all_to_one is None else self._all_to_one[:tokens]
+        return _Lists(routing, segments, ids)

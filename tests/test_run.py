@@ -1,0 +1,242 @@
+"""``cupylora run`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_util import BACKENDS
+from click.testing import CliRunner, Result
+from fixtures_util import DATA
+
+import cupylora
+from cupylora.cli import _check as check_module
+from cupylora.cli import _measure, _session, main
+from cupylora.cli._session import RunOptions, open_session
+from cupylora.ops import lora_delta
+
+GPT_OSS = ("--model", str(DATA / "models" / "gpt-oss"))
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, ["run", *map(str, arguments)])
+
+
+def record(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
+    path = tmp_path / "run.json"
+    result = run("--json", path, "--steps", 2, *arguments)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def one_line(result: Result) -> str:
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    return str(lines[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_options(backend: str) -> None:
+    start = time.perf_counter()
+    result = run("--backend", backend)
+    assert result.exit_code == 0, result.output
+    assert time.perf_counter() - start < 10
+    for text in ("contracts-r8", "legal-stacked-r6", "support-rslora-r4", "(no adapter)", "PASS"):
+        assert text in result.output
+    for stage in ("route", "dense deltas", "MoE first delta", "down base", "finalize"):
+        assert stage in result.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_record(tmp_path: Path, backend: str, dtype: str) -> None:
+    found = record(tmp_path, "--backend", backend, "--dtype", dtype, "--tokens", 40)
+    assert found["passed"] is True
+    assert found["model"]["name"] == "tiny-moe"
+    assert found["model"]["dtype"] == dtype
+    assert [a["ranks"] for a in found["adapters"]] == [[8], [6], [4]]
+    assert [a["scales"] for a in found["adapters"]] == [[1.5], [1.666667], [1.5]]
+    assert [r["tokens"] for r in found["rows"]] == [10, 10, 10, 10]
+    assert [r["rows"] for r in found["rows"]] == [20, 20, 20, 20]
+    assert all(0 < s["min_seconds"] <= s["median_seconds"] for s in found["stages"])
+    assert len(found["stages"]) == 8
+    assert all(0 <= c["error"] <= c["bound"] for c in found["check"])
+    assert (
+        found["memory"]["base_weights"]
+        == 2 * 8 * 3 * 48 * 64 * np.dtype("f4" if dtype == "float32" else "f2").itemsize
+    )
+    on_device = backend == "cuda"
+    assert (found["memory"]["beyond_weights"] is not None) == on_device
+    assert (found["copy_bytes_per_second"] is not None) == on_device
+
+
+def test_options(tmp_path: Path) -> None:
+    arguments = ("--synthetic-adapters", 3, "--rank", "4,11", "--layers", 1, "--base-share", 0)
+    found = record(tmp_path, *GPT_OSS, *arguments, "--max-loras", 5, "--seed", 7, "--tokens", 9)
+    assert [a["ranks"] for a in found["adapters"]] == [[4], [11], [4]]
+    assert found["model"]["layers"] == 1
+    assert found["model"]["max_loras"] == 5
+    assert [r["tokens"] for r in found["rows"]] == [0, 3, 3, 3]
+    assert found["model"]["moe"]["gate_up_layout"] == "interleaved"
+    assert {c["layer"] for c in found["check"]} == {0}
+
+
+def test_named_adapters(tmp_path: Path) -> None:
+    demo = DATA / "demo"
+    found = record(
+        tmp_path,
+        *("--adapter", f"one={demo / 'contracts-r8'}"),
+        *("--adapter", f"two={demo / 'support-rslora-r4'}"),
+        *("--layers", 1),
+    )
+    assert [a["name"] for a in found["adapters"]] == ["one", "two"]
+    assert [a["source"] for a in found["adapters"]] == [
+        str(demo / "contracts-r8"),
+        str(demo / "support-rslora-r4"),
+    ]
+
+
+def test_no_adapters_at_all(tmp_path: Path) -> None:
+    found = record(tmp_path, "--synthetic-adapters", 0)
+    assert found["adapters"] == []
+    assert [r["tokens"] for r in found["rows"]] == [128]
+    assert found["passed"] is True
+
+
+def test_lora_only(tmp_path: Path) -> None:
+    found = record(tmp_path, "--lora-only")
+    assert found["memory"]["base_weights"] == 0
+    assert found["passed"] is True
+
+
+def test_no_check(tmp_path: Path) -> None:
+    found = record(tmp_path, "--no-check")
+    assert found["passed"] is None
+    assert found["check"] is None
+    assert "not checked" in run("--no-check", "--steps", 1).output
+
+
+def test_same_seed_same_output() -> None:
+    def output(seed: int) -> bytes:
+        session = open_session(RunOptions(backend="numpy", seed=seed), lambda _: None)
+        return session.stack.step(session.batch).tobytes()
+
+    assert output(1) == output(1)
+    assert output(1) != output(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--adapter", "x=/no/such/dir"), ["/no/such/dir", "no such directory"]),
+        (("--adapter", "no-directory"), ["--adapter 'no-directory'", "NAME=DIRECTORY"]),
+        (("--adapter", f"x={DATA}"), ["adapter_config.json"]),
+        ((*GPT_OSS, "--adapter", f"x={DATA / 'demo' / 'contracts-r8'}"), ["contracts-r8"]),
+        (("--adapter", "x=a", "--adapter", "x=b"), ["--adapter x", "twice"]),
+        (("--model", "no-such-model"), ["no-such-model", "tiny-moe"]),
+        (("--layers", 3), ["layers is 3", "has 2"]),
+        (("--rank", "8,0"), ["--rank '8,0'", "1 to 512"]),
+        (("--max-loras", 2), ["3 adapters", "--max-loras 2"]),
+        (("--json", "/no/such/folder/x.json"), ["/no/such/folder"]),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: tuple[Any, ...], words: list[str]) -> None:
+    line = one_line(run("--backend", "numpy", *arguments))
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--tokens", 0), ("--base-share", 2), ("--dtype", "int8"), ("--nonsense",)]
+)
+def test_wrong_usage(arguments: tuple[Any, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_model_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is made, with both sizes and what to do."""
+    monkeypatch.setattr(_session, "synthetic_adapter", None)
+    start = time.perf_counter()
+    line = one_line(run("--backend", "numpy", "--model", "deepseek-v3"))
+    assert time.perf_counter() - start < 2
+    assert "need 1375463276544 bytes (1281.0 GiB)" in line
+    assert "are available" in line
+    assert "--lora-only" in line
+
+
+def test_adapters_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cupylora.backend.NumpyBackend.free_bytes", lambda self: 10_000)
+    line = one_line(run("--backend", "numpy", "--lora-only"))
+    assert "3 adapters need" in line
+    assert "10000 bytes" in line
+
+
+def test_package_exports_without_cupy() -> None:
+    """Every name resolves, and nothing of CUDA is imported for it."""
+    code = (
+        "import sys, cupylora\n"
+        "assert 'numpy' not in sys.modules\n"
+        "[getattr(cupylora, name) for name in cupylora.__all__]\n"
+        "assert not {'cupy', 'cuda.bindings'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = cupylora.nothing
+
+
+def test_failed_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A delta that is a little off is found, reported and tells by the exit code."""
+
+    def off(x: Any, y: Any, *arguments: Any, **options: Any) -> None:
+        before = y.copy()
+        lora_delta(x, y, *arguments, **options)
+        y += (y - before) * y.dtype.type(0.05)
+
+    monkeypatch.setattr("cupylora.layers.dense.lora_delta", off)
+    path = tmp_path / "run.json"
+    result = run("--backend", "numpy", "--json", path)
+    assert result.exit_code == 1
+    assert "FAIL" in result.output
+    found = json.loads(path.read_text())
+    assert found["passed"] is False
+    failed = {c["what"] for c in found["check"] if not c["passed"]}
+    assert "q+k+v delta" in failed
+    assert "MoE block" not in failed
+
+
+def test_infinite_errors_are_valid_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(check_module, "_errors", lambda got, expected: (np.nan, np.inf))
+    path = tmp_path / "run.json"
+    assert run("--backend", "numpy", "--json", path).exit_code == 1
+    assert json.loads(path.read_text())["check"][0]["error"] == "nan"
+
+
+def test_floor_counts_each_factor_once() -> None:
+    """By hand, for one layer: contracts (per expert), legal (one A for gate and up)."""
+    options = RunOptions(backend="numpy", layers=1, tokens=64, base_share=0.5, dtype="float32")
+    session = open_session(options, lambda _: None)
+    found = _measure.floor_bytes(session)
+    slots, ids = session.batch.slots, session.batch.ids[0]
+    factors = 0
+    for slot, adapter in enumerate(session.adapters):
+        experts = len(np.unique(ids[slots == slot]))
+        arrays = {}
+        for module in ("gate_proj", "up_proj"):
+            pair = adapter.factors[0, module]
+            arrays |= {("a", id(pair.a)): pair.a[0].size, ("b", id(pair.b)): pair.b[0].size}
+        factors += experts * sum(arrays.values())
+    assert found["MoE first delta"] == 4 * (factors + 32 * 64 + 2 * 32 * 2 * 96)
+    ranks = sum(a.factors[0, "o_proj"].rank for a in session.adapters)
+    qkv = sum(
+        a.factors[0, f"{m}_proj"].rank * (64 + n)
+        for a in session.adapters
+        for m, n in (("q", 64), ("k", 32), ("v", 32))
+    )
+    assert found["dense deltas"] == 4 * (ranks * 128 + qkv + 32 * (64 + 2 * 128 + 64 + 2 * 64))
