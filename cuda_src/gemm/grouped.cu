@@ -32,21 +32,33 @@ struct GemmShape {
   static constexpr int kStageElements = (BM + kTileN) * kTileK;
 };
 
-// Rows [0, rows) of a row-major operand into a stage: row r, piece p at (r, p ^ (r & 7)).
+// Rows [0, rows) of a row-major operand into a stage: row r, piece p at (r, p ^ (r & 7)). A thread
+// takes one piece of every kStep-th row, which are swizzled alike.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void load_rows(u16* stage, const u16* base, i64 ld, i32 rows, i32 k_left,
                                           bool vector) {
+  constexpr int kStep = kThreads / kPieces;
+  static_assert(kStep % 8 == 0, "rows of a thread must share their swizzle");
+  const i32 piece = threadIdx.x % kPieces, row0 = threadIdx.x / kPieces;
+  const i32 count = max_int(0, min_int(8, k_left - piece * 8));
+  u16* to = stage + row0 * kTileK + ((piece ^ (row0 & 7)) << 3);
+  const u16* from = base + row0 * ld + piece * 8;
+  if (vector) {
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
-    const i32 row = i / kPieces, piece = i % kPieces;
-    const i32 count = row < rows ? max_int(0, min_int(8, k_left - piece * 8)) : 0;
-    u16* to = stage + row * kTileK + ((piece ^ (row & 7)) << 3);
-    const u16* from = count > 0 ? base + row * ld + piece * 8 : base;
-    if (vector) {
-      copy16_async(shared_address(to), from, count * 2);
-    } else {
-      for (int e = 0; e < 8; ++e) to[e] = e < count ? from[e] : 0;
+    for (int i = 0; i < kRows / kStep; ++i) {
+      const bool live = row0 + i * kStep < rows && count > 0;
+      copy16_async(shared_address(to + i * kStep * kTileK), live ? from : base,
+                   live ? count * 2 : 0);
+      from += kStep * ld;
     }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kRows / kStep; ++i) {
+    const i32 valid = row0 + i * kStep < rows ? count : 0;
+#pragma unroll 1
+    for (int e = 0; e < 8; ++e) to[i * kStep * kTileK + e] = e < valid ? from[e] : 0;
+    from += kStep * ld;
   }
 }
 

@@ -94,23 +94,20 @@ class Kernel:
         if query is None:
             return
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        expected: list[tuple[int, int]] = []
-        while True:
+        for index, place in enumerate(_places(types)):
             status = query(
                 ctypes.c_void_p(self.function),
-                ctypes.c_size_t(len(expected)),
+                ctypes.c_size_t(index),
                 ctypes.byref(offset),
                 ctypes.byref(size),
             )
-            if status != 0:
-                break
-            expected.append((offset.value, size.value))
-        got = _places(types)
-        if got != expected:
-            raise ArgumentError(
-                f"kernel {self.name} does not take parameters {tuple(types)}: their (offset, size) "
-                f"are {got}, the kernel's are {expected}"
-            )
+            found = (offset.value, size.value) if status == 0 else None
+            if found != place:
+                raise ArgumentError(
+                    f"kernel {self.name} does not take parameters {tuple(types)}: parameter "
+                    f"{index} of type {types[index]} lies at (offset, size) {place}, the kernel's "
+                    f"at {found or 'no place: it has fewer'}"
+                )
 
     def _set_attribute(self, attribute: int, value: int) -> None:
         status = driver.library().cuFuncSetAttribute(
