@@ -488,7 +488,7 @@ def test_failed_launch_names_kernel_shape_and_reason(recorder: RecordingDriver) 
 
 
 @pytest.mark.parametrize(
-    "types", [("i32", "ptr"), (*TYPES, "i32"), ("i32", "i32", "f32", "bytes12", "i64")]
+    "types", [("ptr", "i32"), (*TYPES, "i32"), ("i32", "i32", "f32", "bytes12", "i64")]
 )
 def test_parameters_must_be_the_kernels_own(
     types: tuple[str, ...], recorder: RecordingDriver

@@ -20,15 +20,18 @@ struct Fp16 {
 constexpr int kWarp = 32;
 constexpr u32 kFullMask = 0xffffffffu;
 
-// Bits of the status word that device code sets instead of failing (the host reports them).
-constexpr i32 kStatusSlotRange = 1;
-constexpr i32 kStatusRankRange = 2;
-constexpr i32 kStatusLayout = 4;
-constexpr i32 kStatusCapacity = 8;
+// Faults that device code reports instead of failing: bytes of the status word (STATUS_* in
+// worklists.py).
+constexpr i32 kStatusSlotRange = 0;
+constexpr i32 kStatusRankRange = 1;
+constexpr i32 kStatusLayout = 2;
+constexpr i32 kStatusCapacity = 3;
 
-// The word lives in pinned host memory, so the host can look at it without a synchronisation.
-__device__ __forceinline__ void raise_status(i32* status, i32 bit) {
-  if (status != nullptr) atomicOr_system(status, bit);
+// The word lives in pinned host memory, so the host can look at it without a synchronisation. Each
+// fault has a byte of its own: a plain store, since atomics on host memory are not to be had
+// everywhere.
+__device__ __forceinline__ void raise_status(i32* status, i32 fault) {
+  if (status != nullptr) reinterpret_cast<volatile u8*>(status)[fault] = 1;
 }
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

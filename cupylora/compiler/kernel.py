@@ -89,7 +89,11 @@ class Kernel:
         return blocks.value
 
     def _check_parameters(self, types: Sequence[str]) -> None:
-        """Compare with the layout in the cubin; drivers before CUDA 12.4 cannot tell it."""
+        """Compare with the layout in the cubin; drivers before CUDA 12.4 cannot tell it.
+
+        A list that is too short goes unseen: the driver tells the kernel's own number only by
+        refusing a parameter beyond it, which tools that watch for errors would report.
+        """
         query = getattr(driver.library(), "cuFuncGetParamInfo", None)
         if query is None:
             return
