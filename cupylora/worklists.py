@@ -69,8 +69,8 @@ TILE_ROWS = (8, 16, 32)
 """Rows that a tile may hold: small tiles for decode, large ones to read weights less often."""
 
 STATUS_BAD_SLOT, STATUS_BAD_RANK, STATUS_BAD_LAYOUT, STATUS_CAPACITY = 1, 1 << 8, 1 << 16, 1 << 24
-"""Bits of the error-flag word that device work sets, one a byte: a slot >= max_loras, a rank out of range, A in
-another layout than the caller can read, a list longer than the room given for it."""
+"""Bits of the error-flag word that device work sets, one a byte: a slot >= max_loras, a rank out of
+range, A in another layout than the caller can read, a list longer than the room given for it."""
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(kThreads, 3)
                 const i32* __restrict__ tile_count, const SlotEntry* __restrict__ entries,
                 i32 num_slices, i32 max_loras, i32 start_expert, i32 max_rank, SliceColumns slices,
                 i32 block_columns, i32 parts, i32 y_vector, i32* status) {
+  constexpr int kHeld = 4 / NT;  // rank steps of h that a warp keeps in registers
   const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const i32 per_tile = slices.first_block[num_slices] * parts;
@@ -196,6 +197,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const i32 out = slices.out_features[slice], stride = slices.y_stride[slice];
     const i32 first = (block - slices.first_block[slice]) * block_columns;
     const i32 last = min_int(out, first + block_columns);
+    Terms terms[kHeld][NT];  // of the current kHeld · 16 ranks; up to so many are read once an item
     for (i32 column0 = first; column0 < last; column0 += kColumns) {
       const i32 column = column0 + 8 * g;
       const i32 columns = out - column;  // valid ones of this lane's 8
@@ -210,29 +212,43 @@ __global__ void __launch_bounds__(kThreads, 3)
         }
       }
       float acc[NT][kMTiles][4] = {};
-      for (i32 k0 = 0; k0 < rank; k0 += kRankStep) {
-        const i32 k = k0 + 4 * t;
-        uint2 w[kMTiles][2];
+      for (i32 base = 0; base < rank; base += kHeld * kRankStep) {
+        if (column0 == first || rank > kHeld * kRankStep) {
 #pragma unroll
-        for (int mt = 0; mt < kMTiles; ++mt) {
+          for (int s = 0; s < kHeld; ++s) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const i32 c = 2 * mt + j;
-            const u8* address = b + (static_cast<i64>(column + c) * rank + k) * 2;
-            w[mt][j] = load_b(address, c < columns ? rank - k : 0, b_vector);
+            for (int nt = 0; nt < NT; ++nt) {
+              const i32 k = base + s * kRankStep + 4 * t;
+              float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+              if (nt * 8 + g < tile.rows && k < rank) v = hidden.load(nt * 8 + g, k);
+              terms[s][nt] = split_terms<T>(v, power_of_two(exponent[nt]));
+            }
           }
         }
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (nt * 8 + g < tile.rows && k < rank) v = hidden.load(nt * 8 + g, k);
-          const Terms terms = split_terms<T>(v, power_of_two(exponent[nt]));
+        for (int s = 0; s < kHeld; ++s) {
+          const i32 k = base + s * kRankStep + 4 * t;
+          if (base + s * kRankStep >= rank) break;
+          uint2 w[kMTiles][2];
 #pragma unroll
           for (int mt = 0; mt < kMTiles; ++mt) {
-            mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y, terms.hi.x,
-                         terms.hi.y);
-            mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y, terms.lo.x,
-                         terms.lo.y);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              const i32 c = 2 * mt + j;
+              const u8* address = b + (static_cast<i64>(column + c) * rank + k) * 2;
+              w[mt][j] = load_b(address, c < columns ? rank - k : 0, b_vector);
+            }
+          }
+#pragma unroll
+          for (int nt = 0; nt < NT; ++nt) {
+            const Terms& h_terms = terms[s][nt];
+#pragma unroll
+            for (int mt = 0; mt < kMTiles; ++mt) {
+              mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y,
+                           h_terms.hi.x, h_terms.hi.y);
+              mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y,
+                           h_terms.lo.x, h_terms.lo.y);
+            }
           }
         }
       }

@@ -32,7 +32,7 @@ template <int MT, int NT>
 struct ShrinkShape {
   static constexpr int kRegsPerStage = 8 * MT + 4 * NT;
   static constexpr int kStages = kRegsPerStage <= 20 ? 4 : kRegsPerStage <= 40 ? 2 : 1;
-  static constexpr int kBlocksPerSm = MT * (NT + 1) <= 3 ? 4 : MT * NT <= 4 ? 3 : 2;
+  static constexpr int kBlocksPerSm = MT * NT == 1 ? 4 : MT < 4 && MT * NT <= 4 ? 3 : 2;
   static constexpr int kRows = NT * 8;
   static constexpr int kRanks = MT * kRankTile;
   static constexpr int kPitch = kRanks + 4;  // floats between tokens in the reduction buffer

@@ -51,6 +51,8 @@ _SPLIT_LIMIT = 16384
 _THREADS = 128
 _WARPS = 4
 _COLUMNS = 64
+_MOST_GROUPS = 4
+_TARGET_GROUPS = 6144
 _RANK_TILE = 16
 _PART_ROWS = 16
 _F32_COLUMNS = 128
@@ -222,7 +224,7 @@ class _Call:
 
     def expand(self, slices: Sequence[LoraSlice], status: int) -> None:
         plan = self.plan
-        columns = _COLUMNS if plan.rows <= 2048 else 2 * _COLUMNS
+        columns = _block_columns(plan.rows, slices)
         packed, blocks = _pack_slices(slices, columns)
         part_rows = min(_PART_ROWS, self.segments.tile_rows)
         parts = self.segments.tile_rows // part_rows
@@ -274,6 +276,13 @@ class _Call:
         )
         grid = (min(self.tiles * blocks, resident_blocks(program, "expand", _THREADS)),)
         enqueue(program, "expand", _EXPAND_F32, grid, _THREADS, expand_args)
+
+
+def _block_columns(rows: int, slices: Sequence[LoraSlice]) -> int:
+    """Columns that a warp takes at a time, reading h once for all of them: as many as leave every
+    warp of a large device something to do."""
+    groups = rows * sum(-(-part.out_features // _COLUMNS) for part in slices)
+    return _COLUMNS * max(1, min(_MOST_GROUPS, groups // _TARGET_GROUPS))
 
 
 def _pack_slices(slices: Sequence[LoraSlice], block_columns: int) -> tuple[bytes, int]:

@@ -28,7 +28,7 @@ from cupylora.worklists import Array, Routing, RowOrder
 
 __all__ = ["RANK_LIMIT", "route", "route_workspace_bytes"]
 
-RANK_LIMIT = 4096
+RANK_LIMIT = 2048
 """Pairs up to which counting every smaller pair is the faster way."""
 
 _PAIRS_PER_BLOCK = 128
