@@ -97,6 +97,11 @@ __device__ __forceinline__ uint2 load_b(const u8* address, i32 count, bool vecto
   return make_uint2(e0 | (e1 << 16), e2 | (e3 << 16));
 }
 
+// One rank step of this lane's 8 columns of B: the products' weight operands.
+struct BOperand {
+  uint2 pair[kMTiles][2];
+};
+
 template <typename T>
 __device__ __forceinline__ u32 add_pair(u32 y, float d0, float d1, float scale) {
   return Elem<T>::pack(__fmaf_rn(d0, scale, Elem<T>::low(y)),
@@ -136,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 3)
                 const i32* __restrict__ tile_count, const SlotEntry* __restrict__ entries,
                 i32 num_slices, i32 max_loras, i32 start_expert, i32 max_rank, SliceColumns slices,
                 i32 block_columns, i32 parts, i32 y_vector, i32* status) {
-  constexpr int kHeld = 4 / NT;  // rank steps of h that a warp keeps in registers
+  constexpr int kHeld = 2 / NT;  // rank steps of h that a warp keeps in registers
   const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const i32 per_tile = slices.first_block[num_slices] * parts;
@@ -211,6 +216,20 @@ __global__ void __launch_bounds__(kThreads, 3)
           before[nt][j] = load16_rw_if(y_column + y_row[nt][j] * ldy, vector && y_row[nt][j] >= 0);
         }
       }
+      const auto fetch = [&](BOperand& w, i32 k) {
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const i32 c = 2 * mt + j;
+            const u8* address = b + (static_cast<i64>(column + c) * rank + k) * 2;
+            w.pair[mt][j] = load_b(address, c < columns ? rank - k : 0, b_vector);
+          }
+        }
+      };
+      // B of a step is fetched one step ahead; of the first before h is waited for.
+      BOperand w;
+      fetch(w, 4 * t);
       float acc[NT][kMTiles][4] = {};
       for (i32 base = 0; base < rank; base += kHeld * kRankStep) {
         if (column0 == first || rank > kHeld * kRankStep) {
@@ -227,29 +246,22 @@ __global__ void __launch_bounds__(kThreads, 3)
         }
 #pragma unroll
         for (int s = 0; s < kHeld; ++s) {
-          const i32 k = base + s * kRankStep + 4 * t;
           if (base + s * kRankStep >= rank) break;
-          uint2 w[kMTiles][2];
-#pragma unroll
-          for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const i32 c = 2 * mt + j;
-              const u8* address = b + (static_cast<i64>(column + c) * rank + k) * 2;
-              w[mt][j] = load_b(address, c < columns ? rank - k : 0, b_vector);
-            }
-          }
+          BOperand ahead;
+          fetch(ahead, base + (s + 1) * kRankStep + 4 * t);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
             const Terms& h_terms = terms[s][nt];
 #pragma unroll
             for (int mt = 0; mt < kMTiles; ++mt) {
-              mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y,
-                           h_terms.hi.x, h_terms.hi.y);
-              mma_16816<T>(acc[nt][mt], w[mt][0].x, w[mt][1].x, w[mt][0].y, w[mt][1].y,
-                           h_terms.lo.x, h_terms.lo.y);
+              const uint2 top = w.pair[mt][0], bottom = w.pair[mt][1];
+              mma_16816<T>(acc[nt][mt], top.x, bottom.x, top.y, bottom.y, h_terms.hi.x,
+                           h_terms.hi.y);
+              mma_16816<T>(acc[nt][mt], top.x, bottom.x, top.y, bottom.y, h_terms.lo.x,
+                           h_terms.lo.y);
             }
           }
+          w = ahead;
         }
       }
 #pragma unroll
