@@ -72,7 +72,8 @@ def probe() -> DeviceInfo:
     info = DeviceInfo(
         state=DeviceState.NO_DRIVER,
         detail="",
-        remedy="use the numpy backend, or install a driver (580 or newer for CUDA 13)",
+        remedy="use the numpy backend, or install a driver: 580 or newer for the cuda13 extra, "
+        "an older one with the cuda12 extra",
         cupy_version=_version("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy")),
         bindings_version=_version("cuda.bindings", ("cuda-bindings",)),
         cache_folder=cache_dir(),

@@ -2,8 +2,8 @@
 
 A model is, to LoRA, a list of *modules* (linear layers an adapter may touch). Dense modules that
 read the same ``x`` stand in one group and become slices of one operation; the routed experts are
-described by one :class:`MoeShape`. ``load_model`` turns a preset's name or a Hugging Face
-``config.json`` into a :class:`ModelShape`.
+described by one :class:`MoeShape`; where there are none, the MLP's projections are dense modules.
+``load_model`` turns a preset's name or a Hugging Face ``config.json`` into a :class:`ModelShape`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cupylora.errors import ArgumentError
 
 __all__ = [
     "MAX_EXPERTS",
+    "MAX_LORAS",
     "MAX_RANK",
     "PRESETS",
     "LoraLimits",
@@ -29,6 +30,7 @@ __all__ = [
 
 MAX_RANK = 512
 MAX_EXPERTS = 2048
+MAX_LORAS = 4096
 
 ActivationKind = Literal["silu", "gelu", "relu2", "swiglu_oai"]
 GateUpLayout = Literal["gate_first", "up_first", "interleaved"]
@@ -99,8 +101,8 @@ class LoraLimits:
     max_rank: int = 64
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_loras <= 4096:
-            raise ArgumentError(f"LoraLimits.max_loras is {self.max_loras}; use 1 to 4096")
+        if not 1 <= self.max_loras <= MAX_LORAS:
+            raise ArgumentError(f"LoraLimits.max_loras is {self.max_loras}; use 1 to {MAX_LORAS}")
         if not 1 <= self.max_rank <= MAX_RANK:
             raise ArgumentError(f"LoraLimits.max_rank is {self.max_rank}; use 1 to {MAX_RANK}")
 
@@ -153,6 +155,11 @@ def _attention(hidden: int, q: int, kv: int) -> tuple[tuple[ModuleShape, ...], .
         ModuleShape("v_proj", hidden, kv),
     )
     return (qkv, (ModuleShape("o_proj", q, hidden),))
+
+
+def _dense_mlp(hidden: int, intermediate: int) -> tuple[tuple[ModuleShape, ...], ...]:
+    first = tuple(ModuleShape(name, hidden, intermediate) for name in ("gate_proj", "up_proj"))
+    return (first, (ModuleShape("down_proj", intermediate, hidden),))
 
 
 def _latent_attention(
@@ -238,6 +245,8 @@ def load_model(source: str) -> ModelShape:
     return _from_config(config, path)
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 _ACTIVATIONS: dict[str, ActivationKind] = {
     "silu": "silu",
     "swish": "silu",
@@ -285,18 +294,40 @@ def _from_config(values: Mapping[str, Any], path: Path) -> ModelShape:
         head_dim = config.int("head_dim", default=hidden // heads)
         kv_heads = config.int("num_key_value_heads", default=heads)
         dense = _attention(hidden, heads * head_dim, kv_heads * head_dim)
+    moe = _moe_from_config(config, family, hidden) if _has_experts(config) else None
+    if moe is None:
+        dense += _dense_mlp(hidden, config.int("intermediate_size"))
     return ModelShape(
         name=path.parent.name if path.name == "config.json" else path.stem,
         layers=config.int("num_hidden_layers"),
         hidden=hidden,
         dense_groups=dense,
-        moe=_moe_from_config(config, family, hidden),
+        moe=moe,
         family=family,
     )
 
 
+def _has_experts(config: _Config) -> bool:
+    """Whether the model has routed experts, in some of its layers at least.
+
+    Raises ArgumentError for a config that speaks of experts but gives their number under no key
+    known here: taken for a dense model it would be another one.
+    """
+    told = {key: value for key, value in config.values.items() if value}
+    if any(key in told for key in _EXPERT_COUNTS):
+        return True
+    odd = [key for key in told if "expert" in key or key.startswith("moe_")]
+    if odd and not any(key in config.values for key in _EXPERT_COUNTS):
+        raise ArgumentError(
+            f"{config.path}: has {', '.join(odd)}, but none of {', '.join(_EXPERT_COUNTS)}, so "
+            "that its number of experts is unknown; add one of them, or remove those for a dense "
+            "model"
+        )
+    return False
+
+
 def _moe_from_config(config: _Config, family: str, hidden: int) -> MoeShape:
-    experts = config.int("num_experts", "num_local_experts", "n_routed_experts")
+    experts = config.int(*_EXPERT_COUNTS)
     top_k = config.int("num_experts_per_tok", "experts_per_token")
     intermediate = config.int("moe_intermediate_size", "intermediate_size")
     if family == "gpt_oss":

@@ -22,6 +22,7 @@ from cupylora.layers.moe import MoeLora, MoeWeights, moe_needs
 from cupylora.layers.plan import BatchPlan
 from cupylora.layers.workspace import Workspace
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape, MoeShape
+from cupylora.worklists import PACKED
 
 BACKENDS = ["numpy", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -67,6 +68,7 @@ def make_table(
     *,
     max_loras: int = 4,
     max_rank: int = 24,
+    a_layout: int = PACKED,
 ) -> SlotTable:
     """``adapters`` by slot, in an arena just large enough."""
     itemsize = resolve_dtype(dtype).itemsize
@@ -77,6 +79,7 @@ def make_table(
         dtype,
         xp=backend.xp,
         arena=Arena(room + 256, backend.xp),
+        a_layout=a_layout,
     )
     for slot, adapter in adapters.items():
         table.load(slot, adapter)

@@ -14,6 +14,7 @@ from cupylora import __version__
 from cupylora.cli import main
 from cupylora.compiler import ARCHITECTURES, PROGRAMS
 from cupylora.errors import ArgumentError
+from cupylora.resources import cuda_source_dir
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +59,36 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def test_kernels_lists_every_kernel() -> None:
-    result = CliRunner().invoke(main, ["kernels"])
+    result = CliRunner().invoke(main, ["kernels", "--all"])
     assert result.exit_code == 0, result.output
     for program in PROGRAMS:
         assert program.source in result.output
+        assert all(kernel in result.output for kernel in program.kernels)
     assert "fill_uniform" not in result.output
     assert f"in {len(PROGRAMS)} programs" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["kernels"], ["kernels", "--all"], ["doctor"]], ids=str)
+def test_listings_fit_80_columns(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is one word stays on one line, however long."""
+    cache = "/a/folder/whose/name/goes/on" * 4
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("CUPYLORA_CACHE_DIR", cache)
+    lines = CliRunner().invoke(main, arguments).output.splitlines()
+    paths = (cache, str(cuda_source_dir()))
+    assert all(len(line) <= 80 or any(path in line for path in paths) for line in lines), lines
+    if arguments == ["doctor"]:
+        assert any(cache in line for line in lines)
+    else:
+        words = " ".join(lines).split()
+        assert all(program.name in words and program.source in words for program in PROGRAMS)
+
+
+def test_kernels_without_all_only_counts_them() -> None:
+    lines = CliRunner().invoke(main, ["kernels"]).output.splitlines()
+    rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+    assert [row[0].strip() for row in rows] == [program.name for program in PROGRAMS]
+    assert [int(row[2]) for row in rows] == [len(program.kernels) for program in PROGRAMS]
 
 
 def test_own_errors_end_with_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +106,13 @@ def test_own_errors_end_with_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["doctor", "--nothing"]])
-def test_wrong_usage_ends_with_code_2(arguments: list[str]) -> None:
-    assert CliRunner().invoke(main, arguments).exit_code == 2
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [(["nothing"], "cupylora"), (["doctor", "--nothing"], "cupylora doctor")],
+)
+def test_wrong_usage_ends_with_one_line_and_code_2(arguments: list[str], path: str) -> None:
+    result = CliRunner().invoke(main, arguments, prog_name="cupylora")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("cupylora: ")
+    assert result.stderr.endswith(f"(see {path} --help)\n")
+    assert result.stderr.count("\n") == 1

@@ -82,7 +82,13 @@ def test_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STATES = {
-    "no driver": (None, "14.2.0", "13.5.0", DeviceState.NO_DRIVER, "install a driver"),
+    "no driver": (
+        None,
+        "14.2.0",
+        "13.5.0",
+        DeviceState.NO_DRIVER,
+        "older one with the cuda12 extra",
+    ),
     "nothing at all": (None, None, None, DeviceState.NO_DRIVER, "numpy backend"),
     "no device": (FakeDriver(init=100), "14.2.0", "13.5.0", DeviceState.NO_DEVICE, "a GPU"),
     "zero devices": (FakeDriver(count=0), "14.2.0", "13.5.0", DeviceState.NO_DEVICE, "a GPU"),

@@ -25,7 +25,7 @@ from problem_util import BOUNDS, assert_close, comparable_rows, fragile_values
 
 from cupylora.adapters.factors import Adapter
 from cupylora.backend import ArrayBackend, StageClock, open_backend
-from cupylora.cli._check import LAYER_BOUNDS, boundary_tokens, check_stack
+from cupylora.cli._check import LAYER_BOUNDS, boundary_tokens, check_stack, step_outputs
 from cupylora.cli._oracle import (
     GivenOutputs,
     WeightOutputs,
@@ -601,7 +601,7 @@ def test_stack_passes_its_check(
     stack, batch, adapters = make_stack(backend, BLOCKS[name], dtype, lora_only=lora_only)
     clock = StageClock(backend)
     clock.start()
-    stepped = backend.to_host(stack.step(batch, clock.lap))
+    stepped = step_outputs(stack, batch, stack.step(batch, clock.lap))
     findings = check_stack(stack, batch, adapters, stepped)
     assert [f for f in findings if not f.passed] == []
     assert len(findings) == 3 * 5 + 1
@@ -622,11 +622,12 @@ def test_check_finds_a_wrong_scale(backend: ArrayBackend) -> None:
     assert {"q+k+v delta", "MoE block"} <= failed
 
 
-def test_check_finds_stale_output() -> None:
+@pytest.mark.parametrize("column", [0, -1], ids=["x", "dense y"])
+def test_check_finds_stale_output(column: int) -> None:
     backend = open_backend("numpy")
     stack, batch, adapters = make_stack(backend, SILU, "float32")
-    stepped = stack.step(batch).copy()
-    stepped[0, 0] = np.nextafter(stepped[0, 0], np.float32(9))
+    stepped = step_outputs(stack, batch, stack.step(batch))
+    stepped[0, column] = np.nextafter(stepped[0, column], np.float32(9))
     failed = [f.what for f in check_stack(stack, batch, adapters, stepped) if not f.passed]
     assert failed == ["same step again"]
 

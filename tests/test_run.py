@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from fixtures_util import DATA
 
 import cupylora
 from cupylora.cli import _check as check_module
-from cupylora.cli import _measure, _session, main
+from cupylora.cli import _measure, _report, _session, main
 from cupylora.cli._session import RunOptions, open_session
 from cupylora.ops import lora_delta
 
@@ -25,7 +27,7 @@ GPT_OSS = ("--model", str(DATA / "models" / "gpt-oss"))
 
 
 def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(main, ["run", *map(str, arguments)])
+    return CliRunner().invoke(main, ["run", *map(str, arguments)], prog_name="cupylora")
 
 
 def record(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
@@ -104,6 +106,17 @@ def test_named_adapters(tmp_path: Path) -> None:
     ]
 
 
+def test_adapters_are_called_by_their_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = shutil.copytree(DATA / "demo" / "support-rslora-r4", tmp_path / "a=b")
+    monkeypatch.chdir(DATA / "demo" / "legal-stacked-r6")
+    paths = (f"{DATA / 'demo' / 'contracts-r8'}/", odd, ".")
+    options = [text for path in paths for text in ("--adapter", path)]
+    found = record(tmp_path, *options, "--layers", 1)
+    assert [a["name"] for a in found["adapters"]] == ["contracts-r8", "a=b", "legal-stacked-r6"]
+
+
 def test_no_adapters_at_all(tmp_path: Path) -> None:
     found = record(tmp_path, "--synthetic-adapters", 0)
     assert found["adapters"] == []
@@ -137,27 +150,53 @@ def test_same_seed_same_output() -> None:
     ("arguments", "words"),
     [
         (("--adapter", "x=/no/such/dir"), ["/no/such/dir", "no such directory"]),
-        (("--adapter", "no-directory"), ["--adapter 'no-directory'", "NAME=DIRECTORY"]),
+        (("--adapter", "no-directory"), ["no-directory", "no such directory"]),
+        (("--adapter", "=some/where"), ["--adapter '=some/where'", "NAME=DIR"]),
+        (("--adapter", "name="), ["--adapter 'name='", "NAME=DIR"]),
         (("--adapter", f"x={DATA}"), ["adapter_config.json"]),
-        ((*GPT_OSS, "--adapter", f"x={DATA / 'demo' / 'contracts-r8'}"), ["contracts-r8"]),
-        (("--adapter", "x=a", "--adapter", "x=b"), ["--adapter x", "twice"]),
+        (
+            (*GPT_OSS, "--adapter", f"x={DATA / 'demo' / 'contracts-r8'}"),
+            [
+                "contracts-r8",
+                "model gpt-oss has 2 layers of q_proj 32→32",
+                "config.json",
+                "experts.4",
+            ],
+        ),
+        (("--adapter", "x=a", "--adapter", "x=b"), ["--adapter a", "'x' is given twice"]),
+        (("--adapter", "a/x", "--adapter", "b/x/"), ["'x' is given twice", "NAME=DIR"]),
         (("--model", "no-such-model"), ["no-such-model", "tiny-moe"]),
-        (("--layers", 3), ["layers is 3", "has 2"]),
+        (("--layers", 3), ["--layers is 3", "has 2"]),
+        (("--layers", 0), ["'--layers': 0 is not in the range", "cupylora run --help"]),
+        (("--layers", 1.5), ["'--layers': '1.5' is not a valid integer"]),
+        (("--tokens", 0), ["'--tokens': 0 is not in the range"]),
+        (("--tokens", "many"), ["'--tokens': 'many' is not a valid integer"]),
+        (("--tokens", 10**12), ["'--tokens'", "range"]),
+        (("--tokens",), ["'--tokens' requires an argument", "cupylora run --help"]),
+        (("--steps", 0), ["'--steps': 0 is not in the range"]),
+        (("--steps", "1e3"), ["'--steps': '1e3' is not a valid integer"]),
+        (("--seed", -1), ["'--seed': -1 is not in the range"]),
+        (("--base-share", 2), ["'--base-share': 2.0 is not in the range"]),
+        (("--base-share", "nan"), ["base_share is nan"]),
+        (("--dtype", "int8"), ["'--dtype'", "bfloat16"]),
+        (("--nonsense",), ["--nonsense"]),
         (("--rank", "8,0"), ["--rank '8,0'", "1 to 512"]),
+        (("--rank", "513"), ["--rank '513'", "1 to 512"]),
+        (("--rank", "8,,16"), ["--rank '8,,16'", "1 to 512"]),
+        (("--rank", "8.5"), ["--rank '8.5'", "1 to 512"]),
         (("--max-loras", 2), ["3 adapters", "--max-loras 2"]),
+        (("--max-loras", 4, "--synthetic-adapters", 5), ["5 adapters", "--max-loras 4"]),
+        (("--max-loras", 4097), ["'--max-loras': 4097 is not in the range"]),
+        (("--synthetic-adapters", 4097), ["'--synthetic-adapters': 4097 is not in the range"]),
         (("--json", "/no/such/folder/x.json"), ["/no/such/folder"]),
     ],
 )
 def test_wrong_input_is_one_line(arguments: tuple[Any, ...], words: list[str]) -> None:
-    line = one_line(run("--backend", "numpy", *arguments))
+    result = run("--backend", "numpy", *arguments)
+    line = one_line(result)
+    assert line.startswith("cupylora: ")
     assert all(word in line for word in words), line
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--tokens", 0), ("--base-share", 2), ("--dtype", "int8"), ("--nonsense",)]
-)
-def test_wrong_usage(arguments: tuple[Any, ...]) -> None:
-    assert run(*arguments).exit_code == 2
+    assert result.stdout == ""
 
 
 def test_model_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +228,41 @@ def test_package_exports_without_cupy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = cupylora.nothing
+
+
+def test_one_layer_one_step_one_token() -> None:
+    output = run("--layers", 1, "--steps", 1, "--tokens", 1, "--backend", "numpy").output
+    for text in ("tiny-moe, 1 layer ", "1 token,", "(1 layer, 1 eager step)"):
+        assert text in output
+    assert not re.search(r"\b1 (layers|steps|tokens|adapters)\b", output)
+
+
+def test_row_bound_stands_beside_the_largest_row(tmp_path: Path) -> None:
+    found = record(tmp_path, "--backend", "numpy")
+    for check in found["check"]:
+        assert check["row_bound"] == 4 * check["bound"]
+    output = run("--backend", "numpy").output
+    title = next(line for line in output.splitlines() if "comparison" in line)
+    columns = [cell.strip() for cell in title.split("┃")[1:-1]]
+    wanted = ["comparison", "rows", "error", "bound", "max row", "row bound", "result"]
+    assert columns == wanted
+    block = next(line for line in output.splitlines() if "MoE block" in line)
+    cells = dict(zip(columns, (c.strip() for c in block.split("│")[1:-1]), strict=True))
+    assert float(cells["max row"]) <= float(cells["row bound"]) == 4 * float(cells["bound"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.5e-6, "2.5 µs"),
+        (9.994e-4, "999.4 µs"),
+        (0.01234, "12.34 ms"),
+        (1.0, "1.00 s"),
+        (754.3, "754.30 s"),
+    ],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert _report._time(seconds) == text
 
 
 def test_failed_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable, adapter_bytes, block_bytes
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import PRESETS, LoraLimits, ModelShape
-from cupylora.worklists import PACKED, SLOT_ENTRY, SLOT_ENTRY_BYTES
+from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TINY = PRESETS["tiny-moe"]
@@ -36,11 +36,12 @@ def table(
     capacity: int = 4 << 20,
     max_loras: int = 3,
     max_rank: int = 64,
+    a_layout: int = PACKED,
 ) -> SlotTable:
     """A table whose arena is full of NaN (0xFF bytes) at first."""
     arena = Arena(capacity)
     arena.buffer[:] = 0xFF
-    return SlotTable(model, LoraLimits(max_loras, max_rank), dtype, arena=arena)
+    return SlotTable(model, LoraLimits(max_loras, max_rank), dtype, arena=arena, a_layout=a_layout)
 
 
 def entry(slots: SlotTable, layer: int, module: str, slot: int) -> np.void:
@@ -64,11 +65,13 @@ def stored(slots: SlotTable, layer: int, module: str, slot: int) -> LoraFactors 
         return None
     shape = slots.model.modules[slots.model.module_index(module)]
     rank, dtype = int(record["rank"]), slots.dtype
-    assert record["a_layout"] == PACKED
+    assert record["a_layout"] == slots.a_layout
     experts = range(shape.experts)
     a_at = [int(record["a_ptr"]) + e * int(record["a_expert_stride"]) for e in experts]
     b_at = [int(record["b_ptr"]) + e * int(record["b_expert_stride"]) for e in experts]
-    a = [unpack_a(fetch(at, (rank, shape.in_features), dtype)) for at in a_at]
+    a = [fetch(at, (rank, shape.in_features), dtype) for at in a_at]
+    if slots.a_layout == PACKED:
+        a = [unpack_a(block) for block in a]
     b = [fetch(at, (shape.out_features, rank), dtype) for at in b_at]
     return LoraFactors(np.stack(a), np.stack(b), float(record["scale"]))
 
@@ -93,10 +96,11 @@ def assert_serves(slots: SlotTable, slot: int, adapter: Adapter | None) -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 @pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32], ids=str)
-def test_every_fixture_reaches_its_slot(name: str, dtype: Any) -> None:
+@pytest.mark.parametrize("a_layout", [PACKED, ROW_MAJOR])
+def test_every_fixture_reaches_its_slot(name: str, dtype: Any, a_layout: int) -> None:
     """Exactly, since the values are exact in bfloat16 (in float16 but for the rounding of B)."""
     fixture = load_fixture(name)
-    slots = table(fixture.model.shape, dtype)
+    slots = table(fixture.model.shape, dtype, a_layout=a_layout)
     adapter = load_adapter(fixture.path, slots, 1)
     assert_serves(slots, 1, adapter)
     assert_serves(slots, 0, None)
@@ -288,6 +292,8 @@ def test_entries_of_views_neighbours() -> None:
 def test_tables_of_other_types_are_refused() -> None:
     with pytest.raises(ArgumentError, match="float64"):
         table(dtype=np.float64)
+    with pytest.raises(ArgumentError, match="a_layout is 2"):
+        table(a_layout=2)
 
 
 # Arena

@@ -135,11 +135,10 @@ __device__ __forceinline__ void update(T* y, const uint4& before, const float (&
 
 template <typename T, int NT>
 __global__ void __launch_bounds__(kThreads, 3)
-    lora_expand(const float* __restrict__ h, i32 splits, i64 split_stride, i32 rank_pitch,
-                T* __restrict__ y, i64 ldy, i32 y_by, const i32* __restrict__ row_to_pair,
-                i32 top_k, i32 num_tokens, i32 k_major, const Tile* __restrict__ tiles,
-                const i32* __restrict__ tile_count, const SlotEntry* __restrict__ entries,
-                i32 num_slices, i32 max_loras, i32 start_expert, i32 max_rank, SliceColumns slices,
+    lora_expand(const float* h, i32 splits, i64 split_stride, i32 rank_pitch, T* y, i64 ldy,
+                i32 y_by, const i32* row_to_pair, i32 top_k, i32 num_tokens, i32 k_major,
+                const Tile* tiles, const i32* tile_count, const SlotEntry* entries, i32 num_slices,
+                i32 max_loras, i32 start_expert, i32 max_rank, SliceColumns slices,
                 i32 block_columns, i32 parts, i32 y_vector, i32* status) {
   constexpr int kHeld = 2 / NT;  // rank steps of h that a warp keeps in registers
   const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
@@ -149,6 +148,24 @@ __global__ void __launch_bounds__(kThreads, 3)
   const i64 warps = static_cast<i64>(gridDim.x) * kWarps;
   i64 at = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   Tile next = at < items ? tiles[at / per_tile] : Tile{};
+  // Only h and y depend on the kernel before; the first item's weights come while it still runs.
+  if (at < items) {
+    const i32 block = static_cast<i32>(at % per_tile) / parts;
+    const i32 slice = slice_of_block(slices, block);
+    const SlotEntry entry = load_entry(entries, slice, next.slot, max_loras);
+    const i32 first = (block - slices.first_block[slice]) * block_columns;
+    const i32 bytes = min_int(kColumns, slices.out_features[slice] - first) * entry.rank * 2;
+    const u8* b = reinterpret_cast<const u8*>(entry.b_ptr) +
+                  static_cast<i64>(next.expert + start_expert) * entry.b_expert_stride +
+                  static_cast<i64>(first) * entry.rank * 2;
+    if (entry.rank <= max_rank) {
+      for (i32 at_byte = lane * 128; at_byte < bytes; at_byte += kWarp * 128) {
+        prefetch_line(b + at_byte);
+      }
+    }
+  }
+  wait_for_predecessor();
+  release_successor();
 
   for (; at < items; at += warps) {
     Tile tile = next;

@@ -152,15 +152,18 @@ __device__ __forceinline__ float gathered_dot(const AView& a, i32 row, const u8*
 
 template <typename T, int MT, int NT>
 __global__ void __launch_bounds__(kThreads, ShrinkShape<MT, NT>::kBlocksPerSm)
-    lora_shrink(const u8* __restrict__ x, i64 ldx, i32 x_by, const i32* __restrict__ row_to_pair,
-                i32 top_k, i32 num_tokens, i32 k_major, const Tile* __restrict__ tiles,
-                const i32* __restrict__ tile_count, const SlotEntry* __restrict__ entries,
+    lora_shrink(const u8* x, i64 ldx, i32 x_by, const i32* row_to_pair, i32 top_k, i32 num_tokens,
+                i32 k_major, const Tile* tiles, const i32* tile_count, const SlotEntry* entries,
                 i32 num_slices, i32 max_loras, i32 start_expert, i32 in_features, i32 max_rank,
                 i32 rank_tiles, i32 rank_pitch, i32 split_groups, i64 split_stride, i32 x_vector,
-                float* __restrict__ h, i32* status) {
+                float* h, i32* status) {
   using Shape = ShrinkShape<MT, NT>;
   using Item = ShrinkItem<T, MT, NT>;
   __shared__ float partial[kWarps][Shape::kRows][Shape::kPitch];
+  // The successor may run ahead to its own wait only once all before this kernel is done, so that
+  // the work list that both read is complete for it too.
+  wait_for_predecessor();
+  release_successor();
   const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
   const ShrinkList list{entries, max_loras, start_expert, in_features, max_rank, rank_tiles};
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;

@@ -54,6 +54,26 @@ __device__ __forceinline__ uint2 load8_if(const void* address, bool valid) {
   return v;
 }
 
+// Brings the 128-byte line of an address into the L2.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));
+}
+
+// Programmatic dependent launch (from sm_90 on; elsewhere a kernel starts when all before it is
+// done). Before the wait a kernel may touch nothing that its predecessor writes; a pointer to such
+// memory must not be __restrict__, or a load through it could be moved ahead of the wait.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+// Lets the successor start (and wait) while this kernel runs on.
+__device__ __forceinline__ void release_successor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }

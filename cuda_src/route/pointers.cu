@@ -6,6 +6,7 @@
 // RowLora -> shrink and expand problems (LoraProblems), one a row or one a run of equal rows.
 // expert_problems: one base-weight problem per expert.
 #include "lora/slot_entry.cuh"
+#include "ptx/scan.cuh"
 #include "ptx/types.cuh"
 #include "route/experts.cuh"
 
@@ -178,10 +179,9 @@ extern "C" __global__ void __launch_bounds__(kRunThreads)
                  i64* __restrict__ splitk_offsets, i32 splitk_slices, i32 max_problems,
                  i32* status) {
   __shared__ i32 offsets[kMaxExperts + 1];
-  __shared__ i32 warp_sums[kWarp];
+  __shared__ i32 scratch[kWarp];
   load_offsets(offsets, global_offsets, num_experts);
   const i32 valid = offsets[num_experts];
-  const i32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const i64 per_row = static_cast<i64>(shape.max_rank) * splitk_slices;
   const auto starts = [&](i32 row) {
     return row == 0 || offsets[expert_of_row(offsets, num_experts, row)] == row ||
@@ -194,17 +194,12 @@ extern "C" __global__ void __launch_bounds__(kRunThreads)
       raise_status(status, kStatusRankRange);
     }
     const bool start = row < valid && starts(row);
-    const u32 votes = __ballot_sync(kFullMask, start);
-    if (lane == 0) warp_sums[warp] = __popc(votes);
+    const i32 end = before + block_inclusive(start ? 1 : 0, 0, scratch, Sum());
+    if (start && end <= max_problems) shrink.m[end - 1] = row;
+    if (threadIdx.x == kRunThreads - 1) scratch[0] = end;
     __syncthreads();
-    i32 ahead = __popc(votes & ((1u << lane) - 1u)), total = 0;
-    for (i32 w = 0; w < kRunThreads / kWarp; ++w) {
-      if (w < warp) ahead += warp_sums[w];
-      total += warp_sums[w];
-    }
+    before = scratch[0];
     __syncthreads();
-    if (start && before + ahead < max_problems) shrink.m[before + ahead] = row;
-    before += total;
   }
   // shrink.m holds the first rows now. A chunk reads them, and the next one's first, before it
   // overwrites its own.

@@ -6,6 +6,7 @@
 // every 1024 rows, and each CTA of `segment_fill` derives from the summaries before it where its
 // own segments and tiles start. The lists depend on the rows alone, not on timing.
 #include "lora/slot_entry.cuh"
+#include "ptx/scan.cuh"
 #include "ptx/types.cuh"
 #include "route/experts.cuh"
 
@@ -38,38 +39,6 @@ struct Summary {
   i32 last_start;  // row of the last of them, kNone if none
   i32 lead_rows;   // rows before the first start, when they belong to a segment with an adapter
   i32 own_tiles;   // tiles of the segments that start here, cut at the end of these rows
-};
-
-template <typename Op>
-__device__ __forceinline__ i32 block_inclusive(i32 value, i32 identity, i32* scratch, Op op) {
-  const i32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const i32 other = __shfl_up_sync(kFullMask, value, offset);
-    if (lane >= offset) value = op(other, value);
-  }
-  if (lane == kWarp - 1) scratch[warp] = value;
-  __syncthreads();
-  if (warp == 0) {
-    i32 sum = scratch[lane];
-#pragma unroll
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-      const i32 other = __shfl_up_sync(kFullMask, sum, offset);
-      if (lane >= offset) sum = op(other, sum);
-    }
-    scratch[lane] = sum;
-  }
-  __syncthreads();
-  const i32 before = warp == 0 ? identity : scratch[warp - 1];
-  __syncthreads();
-  return op(before, value);
-}
-
-struct Sum {
-  __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return a + b; }
-};
-struct Max {
-  __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return max_int(a, b); }
 };
 
 // This thread's row: its group, and whether a segment starts with it.

@@ -8,6 +8,7 @@
 // one launch by counting the pairs that sort before it. Above, two stable counting sorts by digit
 // (slot, then expert): `digit_histogram`, `digit_scan`, `digit_scatter` each. No order comes from
 // an atomic: atomics only count.
+#include "ptx/scan.cuh"
 #include "ptx/types.cuh"
 
 namespace {
@@ -47,33 +48,6 @@ struct Pairs {
     return static_cast<u32>(e) * (max_loras + 1) + slot_digit(pair, status);
   }
 };
-
-// Exclusive prefix sum over the block's threads; `warp_sums` has one word a warp.
-__device__ __forceinline__ i32 block_exclusive_scan(i32 value, i32* warp_sums) {
-  const i32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  i32 inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const i32 other = __shfl_up_sync(kFullMask, inclusive, offset);
-    if (lane >= offset) inclusive += other;
-  }
-  if (lane == kWarp - 1) warp_sums[warp] = inclusive;
-  __syncthreads();
-  if (warp == 0) {
-    const i32 warps = blockDim.x / kWarp;
-    i32 sum = lane < warps ? warp_sums[lane] : 0;
-#pragma unroll
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-      const i32 other = __shfl_up_sync(kFullMask, sum, offset);
-      if (lane >= offset) sum += other;
-    }
-    if (lane < warps) warp_sums[lane] = sum;
-  }
-  __syncthreads();
-  const i32 before = warp == 0 ? 0 : warp_sums[warp - 1];
-  __syncthreads();
-  return before + inclusive - value;
-}
 
 }  // namespace
 
@@ -167,12 +141,7 @@ extern "C" __global__ void digit_scan(i32* __restrict__ histogram, i32 digits, i
   i32 carry = 0;
   for (i32 base = 0; base < blocks; base += kWarp) {
     const i32 value = base + lane < blocks ? row[base + lane] : 0;
-    i32 inclusive = value;
-#pragma unroll
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-      const i32 other = __shfl_up_sync(kFullMask, inclusive, offset);
-      if (lane >= offset) inclusive += other;
-    }
+    const i32 inclusive = warp_inclusive(value, Sum());
     if (base + lane < blocks) row[base + lane] = carry + inclusive - value;
     carry += __shfl_sync(kFullMask, inclusive, kWarp - 1);
   }
@@ -189,21 +158,21 @@ extern "C" __global__ void __launch_bounds__(kSortThreads)
                   i32* __restrict__ sorted, i32* __restrict__ pair_to_row,
                   i64* __restrict__ offsets) {
   extern __shared__ i32 next[];  // [digits]: row of the next item of each digit
-  __shared__ i32 warp_sums[kSortThreads / kWarp];
+  __shared__ i32 scratch[kWarp];
   const Pairs pairs{topk_ids, token_to_slot, num_tokens,   top_k,
                     k_major,  num_experts,   start_expert, max_loras};
   i32 carry = 0;
   for (i32 base = 0; base < digits; base += kSortThreads) {
     const i32 d = base + threadIdx.x;
     const i32 total = d < digits ? totals[d] : 0;
-    const i32 first = carry + block_exclusive_scan(total, warp_sums);
+    const i32 end = carry + block_inclusive(total, 0, scratch, Sum());
     if (d < digits) {
-      next[d] = first + histogram[static_cast<i64>(d) * gridDim.x + blockIdx.x];
-      if (by_expert && blockIdx.x == 0) offsets[d] = first;
+      next[d] = end - total + histogram[static_cast<i64>(d) * gridDim.x + blockIdx.x];
+      if (by_expert && blockIdx.x == 0) offsets[d] = end - total;
     }
-    if (threadIdx.x == kSortThreads - 1) warp_sums[0] = first + total;
+    if (threadIdx.x == kSortThreads - 1) scratch[0] = end;
     __syncthreads();
-    carry = warp_sums[0];
+    carry = scratch[0];
     __syncthreads();
   }
 

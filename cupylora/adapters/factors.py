@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape
+from cupylora.text import counted
 
 __all__ = ["Adapter", "LoraFactors", "synthetic_adapter"]
 
@@ -92,12 +93,16 @@ class Adapter:
             where = f"adapter {self.name}, layer {layer}, {name}"
             if not 0 <= layer < model.layers or name not in modules:
                 raise AdapterFormatError(
-                    f"{where}: model {model.name} has {model.layers} layers of "
-                    f"{', '.join(modules)}; load the adapter of this model"
+                    f"{where}: model {model.name} has {counted(model.layers, 'layer')} of "
+                    f"{', '.join(modules)}; load an adapter of this model"
                 )
             module = modules[name]
-            _check_shape(f"{where}: A", factors.a, module.experts, 2, module.in_features)
-            _check_shape(f"{where}: B", factors.b, module.experts, 1, module.out_features)
+            _check_shape(
+                f"{where}: A", factors.a, model.name, module.experts, 2, module.in_features
+            )
+            _check_shape(
+                f"{where}: B", factors.b, model.name, module.experts, 1, module.out_features
+            )
             if factors.rank > limits.max_rank:
                 raise CapacityError(
                     f"{where}: rank {factors.rank} exceeds max_rank {limits.max_rank}; "
@@ -105,11 +110,13 @@ class Adapter:
                 )
 
 
-def _check_shape(where: str, factor: Array, experts: int, axis: int, features: int) -> None:
+def _check_shape(
+    where: str, factor: Array, model: str, experts: int, axis: int, features: int
+) -> None:
     if factor.shape[0] not in (1, experts) or factor.shape[axis] != features:
         raise AdapterFormatError(
-            f"{where} has shape {factor.shape}; {experts} (or 1) experts and {features} features "
-            f"on axis {axis} are needed"
+            f"{where} has shape {factor.shape}; model {model} needs {experts} (or 1) on axis 0 and "
+            f"{features} features on axis {axis}; load an adapter of this model"
         )
 
 

@@ -36,6 +36,7 @@ from cupylora.adapters.peft_config import PeftConfig, read_config
 from cupylora.adapters.safetensors_file import read_weights
 from cupylora.errors import AdapterFormatError
 from cupylora.shapes import ModelShape, MoeShape
+from cupylora.text import counted
 
 __all__ = ["read_adapter"]
 
@@ -50,11 +51,13 @@ _TENSOR = re.compile(
 
 Form = Literal["dense", "expert", "group"]
 _EXPERTS = r"(?:mlp|block_sparse_moe|feed_forward)\.experts"
+_MLP = "(?:gate|up|down)_proj|w[123]"
 _RULES: tuple[tuple[re.Pattern[str], Form], ...] = (
     (re.compile(rf"{_EXPERTS}\.(?P<expert>\d{{1,6}})\.(?P<module>\w+)"), "expert"),
     (re.compile(rf"{_EXPERTS}(?P<inner>\.base_layer)?"), "group"),
     (re.compile(rf"{_EXPERTS}\.(?P<module>\w+)"), "group"),
-    (re.compile(r"(?:self_attn|mlp)\.(?P<module>\w+)"), "dense"),
+    (re.compile(rf"mlp\.(?P<module>{_MLP})"), "dense"),
+    (re.compile(rf"self_attn\.(?P<module>(?!{_MLP}$)\w+)"), "dense"),
 )
 """Path within a layer → form; the groups give module and expert. The first that matches counts."""
 
@@ -86,7 +89,7 @@ def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None
         raise AdapterFormatError(f"{folder}: no such directory; a PEFT adapter is a directory")
     config = read_config(folder / "adapter_config.json")
     tensors = read_weights(folder)
-    pairs = _pair_up(_place_all(tensors, model, folder), folder)
+    pairs = _pair_up(_place_all(tensors, model, config, folder), folder)
     for pair in pairs:
         _check_finite(pair.a_name, pair.a, folder)
         _check_finite(pair.b_name, pair.b, folder)
@@ -122,6 +125,12 @@ class _Pair:
         return f"{self.a_name} {list(self.a.shape)} and {self.b_name} {list(self.b.shape)}"
 
 
+class _Foreign(str):
+    """Why a tensor has no place in this model, where it may have one in another."""
+
+    __slots__ = ()
+
+
 def _place(name: str, model: ModelShape) -> tuple[_Place, str] | str:
     """The place and factor ('A' or 'B') of a tensor, or why it has none."""
     for pattern, reason in _REFUSED:
@@ -132,16 +141,16 @@ def _place(name: str, model: ModelShape) -> tuple[_Place, str] | str:
         return "no LoRA factor of a decoder layer"
     layer, path = int(match["layer"]), match["path"]
     if layer >= model.layers:
-        return f"model {model.name} has {model.layers} layers"
+        return _Foreign(f"model {model.name} has {counted(model.layers, 'layer')}")
     found = _look_up(path)
     if not found:
-        return f"no module of model {model.name}"
+        return _Foreign(f"no module of model {model.name}")
     form, groups = found
     module = groups.get("module")
     module = _ALIASES.get(module, module) if module else None
     expert = int(groups.get("expert") or 0)
     if not _exists(model, form, module, expert):
-        return f"no module of model {model.name}"
+        return _Foreign(f"no module of model {model.name}")
     prefix = match["prefix"].removeprefix("base_model.model.")
     inner = bool(groups.get("inner"))
     place = _Place(layer, form, module, expert, inner, f"{prefix}layers.{layer}.{path}")
@@ -175,14 +184,18 @@ def _first_name(moe: MoeShape) -> str:
 _Placed = dict[tuple[int, Form, str | None, int, bool], dict[str, tuple[str, Array, _Place]]]
 
 
-def _place_all(tensors: dict[str, Array], model: ModelShape, folder: Path) -> _Placed:
+def _place_all(
+    tensors: dict[str, Array], model: ModelShape, config: PeftConfig, folder: Path
+) -> _Placed:
     """Every tensor at its place, or one error that lists those without."""
     placed: _Placed = defaultdict(dict)
     lost: list[str] = []
+    foreign = False
     for name in sorted(tensors):
         result = _place(name, model)
         if isinstance(result, str):
             lost.append(f"{name} ({result})")
+            foreign |= isinstance(result, _Foreign)
             continue
         place, factor = result
         key = (place.layer, place.form, place.module, place.expert, place.inner)
@@ -192,13 +205,32 @@ def _place_all(tensors: dict[str, Array], model: ModelShape, folder: Path) -> _P
     if lost:
         shown = "; ".join(lost[:_LISTED])
         more = f"; and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
+        hint = f"{_contents(model)}; {_other_model(model, config)}; " if foreign else ""
         raise AdapterFormatError(
-            f"{folder}: {len(lost)} of {len(tensors)} tensors cannot be applied to model "
-            f"{model.name} and would be lost: {shown}{more}"
+            f"{folder}: {len(lost)} of {counted(len(tensors), 'tensor')} cannot be applied to "
+            f"model {model.name} and would be lost; {hint}they are: {shown}{more}"
         )
     if not placed:
         raise AdapterFormatError(f"{folder}: holds no LoRA tensor, so it would change nothing")
     return placed
+
+
+def _contents(model: ModelShape) -> str:
+    """For messages: what an adapter of ``model`` may hold."""
+    modules = ", ".join(
+        f"{m.name} {m.in_features}→{m.out_features}" + (f" x {m.experts}" if m.experts > 1 else "")
+        for m in model.modules
+    )
+    return f"model {model.name} has {counted(model.layers, 'layer')} of {modules}"
+
+
+def _other_model(model: ModelShape, config: PeftConfig) -> str:
+    """For messages: what to do about an adapter that does not fit the model."""
+    trained = f" (it names {config.base_model})" if config.base_model else ""
+    return (
+        f"if the adapter was trained on another model{trained}, give that model's config.json, "
+        f"else use an adapter of {model.name}"
+    )
 
 
 def _pair_up(placed: _Placed, folder: Path) -> list[_Pair]:
@@ -282,6 +314,13 @@ class _Assembly:
     def _fail(self, problem: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.folder}: {problem}")
 
+    def _misfit(self, pair: _Pair, need: str) -> AdapterFormatError:
+        """A pair whose shapes are not those of this model; ``need``: which of its parts is how."""
+        return self._fail(
+            f"{pair.where} do not fit model {self.model.name}, whose {need}; "
+            f"{_other_model(self.model, self.config)}"
+        )
+
     def _add(self, layer: int, module: str, a: Array, b: Array, scale: float, where: str) -> None:
         if (layer, module) in self.factors:
             raise self._fail(f"layer {layer}, {module} is given twice, the second time by {where}")
@@ -300,7 +339,7 @@ class _Assembly:
         need_in, need_out = shape.in_features, shape.out_features
         fits = pair.a.ndim == pair.b.ndim == 2 and pair.a.shape[0] == pair.b.shape[1]
         if not fits or (pair.a.shape[1], pair.b.shape[0]) != (need_in, need_out):
-            raise self._fail(f"{pair.where}: [r, {need_in}] and [{need_out}, r] are needed")
+            raise self._misfit(pair, f"{module} needs [r, {need_in}] and [{need_out}, r]")
         return int(pair.a.shape[0])
 
     def _dense(self, pair: _Pair, module: str) -> None:
@@ -334,7 +373,7 @@ class _Assembly:
     def _grouped(self, pairs: list[_Pair], moe: MoeShape) -> None:
         """Stacked (two-dimensional) and three-dimensional pairs."""
         stacked = [p for p in pairs if p.a.ndim == p.b.ndim == 2 and p.place.module is None]
-        layouts = _StackedLayouts(moe, self.config, self._fail)
+        layouts = _StackedLayouts(moe, self.config, self._fail, self._misfit)
         for pair, (group, swapped) in zip(stacked, layouts.decide(stacked), strict=True):
             rank = pair.a.shape[0] // moe.experts
             a, b = _unstack(pair.a, pair.b, moe.experts, swapped)
@@ -350,9 +389,10 @@ class _Assembly:
         fits = a.ndim == b.ndim == 3 and a.shape[0] in experts and b.shape[0] in experts
         need = (group.in_features, group.out_features)
         if not fits or a.shape[1] != b.shape[2] or (a.shape[2], b.shape[1]) != need:
-            raise self._fail(
-                f"{pair.where}: [{moe.experts} or 1, r, {need[0]}] and "
-                f"[{moe.experts} or 1, {need[1]}, r] are needed"
+            raise self._misfit(
+                pair,
+                f"{group.name} needs [{moe.experts} or 1, r, {need[0]}] and "
+                f"[{moe.experts} or 1, {need[1]}, r]",
             )
         self._split(pair, group, a, b, self._scale(pair, int(a.shape[1]), group.name))
 
@@ -418,9 +458,13 @@ class _StackedLayouts:
     """
 
     def __init__(
-        self, moe: MoeShape, config: PeftConfig, fail: Callable[[str], AdapterFormatError]
+        self,
+        moe: MoeShape,
+        config: PeftConfig,
+        fail: Callable[[str], AdapterFormatError],
+        misfit: Callable[[_Pair, str], AdapterFormatError],
     ) -> None:
-        self.moe, self.config, self.fail = moe, config, fail
+        self.moe, self.config, self.fail, self.misfit = moe, config, fail, misfit
         self.groups = _groups(moe)
 
     def decide(self, pairs: list[_Pair]) -> list[_Choice]:
@@ -446,7 +490,7 @@ class _StackedLayouts:
         ]
         if rows != columns or rows % experts or not choices:
             known = ", ".join(f"{g.name} {g.in_features}→{g.out_features}" for g in self.groups)
-            raise self.fail(f"{pair.where}: no stacked factors of {experts} experts ({known})")
+            raise self.misfit(pair, f"{experts} experts need stacked factors of {known}")
         if len({group.name for group, _ in choices}) > 1:
             hint = self._hint(pair, nested)
             choices = [choice for choice in choices if choice[0].name == hint]

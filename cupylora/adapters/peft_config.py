@@ -55,6 +55,7 @@ class PeftConfig:
 
     ``version`` is peft's (major, minor), None if the file does not say (releases before 0.18, other
     tools). ``target_parameters`` are the stacked parameters the adapter was asked to adapt.
+    ``base_model`` is what the file calls the model it was trained on, for messages.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
     target_parameters: tuple[str, ...]
     version: tuple[int, int] | None
+    base_model: str | None
     _matched: set[tuple[str, str]] = field(default_factory=set)
 
     def scale(self, paths: Iterable[str], rank: int, tensor: str) -> float:
@@ -142,6 +144,7 @@ def read_config(path: Path) -> PeftConfig:
         alpha_pattern=dict(_pattern(path, values, "alpha_pattern")),
         target_parameters=_strings(path, values, "target_parameters"),
         version=(int(version[1]), int(version[2])) if version else None,
+        base_model=str(values.get("base_model_name_or_path") or "") or None,
     )
 
 

@@ -1,9 +1,10 @@
 """Where adapters live: one arena of bytes, and the table that kernels look a slot up in.
 
 ``SlotTable.load`` takes an :class:`Adapter` (row-major), writes each distinct factor as one
-block into the :class:`Arena` (A packed, B row-major) and then the slot's entries. The ops read
-``entries_of``. The same code serves NumPy and CuPy: ``xp`` is the array module, and only ``_put``
-knows how bytes reach its arrays (on CuPy's current stream, blocks before entries).
+block into the :class:`Arena` (A packed, or row-major where its readers need that; B row-major) and
+then the slot's entries. The ops read ``entries_of``. The same code serves NumPy and CuPy: ``xp`` is
+the array module, and only ``_put`` knows how bytes reach its arrays (on CuPy's current stream,
+blocks before entries).
 
 Invariants: entries of a slot point at complete blocks of its own adapter or are zero (rank 0, null
 pointers); a block's every byte is written, the padding up to its size class with zeros, so no
@@ -23,9 +24,11 @@ import numpy.typing as npt
 from cupylora.adapters.dtypes import factor_dtype, not_finite
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packing import pack_a
+from cupylora.checks import check_choice
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape
-from cupylora.worklists import PACKED, SLOT_ENTRY, SLOT_ENTRY_BYTES
+from cupylora.text import counted
+from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
 
 __all__ = ["BLOCK_ALIGNMENT", "Arena", "SlotInfo", "SlotTable", "adapter_bytes", "block_bytes"]
 
@@ -159,6 +162,8 @@ class SlotTable:
 
     entries: uint8 [layers · modules, max_loras, 48] of ``xp``, SLOT_ENTRY records; row
     ``layer · modules + module``. Factors are stored as ``dtype``.
+    a_layout: PACKED is what the LoRA kernels read fastest; ROW_MAJOR suits general GEMMs too, which
+    take addresses from ``slot_lookup``. The layers read both.
     """
 
     def __init__(
@@ -169,9 +174,12 @@ class SlotTable:
         *,
         xp: Any = np,
         arena: Arena,
+        a_layout: int = PACKED,
     ) -> None:
         self.model, self.limits, self.arena, self.xp = model, limits, arena, xp
         self.dtype = factor_dtype(dtype)
+        check_choice("a_layout", a_layout, (PACKED, ROW_MAJOR))
+        self.a_layout = a_layout
         self._modules = {module.name: i for i, module in enumerate(model.modules)}
         rows = model.layers * len(self._modules)
         self.entries: Array = xp.zeros((rows, limits.max_loras, SLOT_ENTRY_BYTES), dtype=np.uint8)
@@ -188,8 +196,8 @@ class SlotTable:
         """Row of ``entries`` of a layer's module, given by its index in ``model.modules``."""
         if not 0 <= layer < self.model.layers or not 0 <= module < len(self._modules):
             raise ArgumentError(
-                f"layer {layer}, module {module}: model {self.model.name} has {self.model.layers} "
-                f"layers of {len(self._modules)} modules"
+                f"layer {layer}, module {module}: model {self.model.name} has "
+                f"{counted(self.model.layers, 'layer')} of {counted(len(self._modules), 'module')}"
             )
         return layer * len(self._modules) + module
 
@@ -253,7 +261,8 @@ class SlotTable:
         values = _cast(array, self.dtype, where)
         offset = self.arena.alloc(values.nbytes)
         offsets[key] = offset
-        self.arena.write(offset, pack_a(values) if role == "a" else values)
+        packed = role == "a" and self.a_layout == PACKED
+        self.arena.write(offset, pack_a(values) if packed else values)
 
     def _records(
         self, adapter: Adapter, offsets: dict[tuple[str, int], int]
@@ -268,7 +277,7 @@ class SlotTable:
                 self._stride(factors.b),
                 factors.rank,
                 factors.scale,
-                PACKED,
+                self.a_layout,
                 self._loads,
             )
         return records

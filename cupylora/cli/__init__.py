@@ -40,7 +40,7 @@ class _LazyCommand(click.Command):
 
 
 class _Commands(click.Group):
-    """The lazy table as a click group; a CupyloraError ends with its message and exit code 2."""
+    """The lazy table as a click group; wrong usage or input ends with one line and exit code 2."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -54,8 +54,12 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CupyloraError as error:
-            click.echo(f"cupylora: {error}", err=True)
-            ctx.exit(2)
+            message = str(error)
+        except click.UsageError as error:
+            path = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+            message = f"{error.format_message().rstrip('.')} (see {path} --help)"
+        click.echo(f"cupylora: {message}", err=True)
+        return ctx.exit(2)
 
 
 @click.group(cls=_Commands)

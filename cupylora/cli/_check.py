@@ -9,7 +9,7 @@ of the first and last row of every segment. What is judged, and by which bound:
 * the MoE block without its residual: the bound of a whole layer, in which the base GEMMs, the
   deltas, the activation and the sum each round once;
 * the layer's output, residual added: the same bound, relative to that output;
-* the timed steps' output: bit for bit what the layers give when run again.
+* what the timed steps left: bit for bit what the layers give when run again, one by one.
 
 An error is the Frobenius norm of the difference over that of what is expected; a single row may
 have four times the bound. In: a LayerStack with its batch, and the adapter in each slot. Out:
@@ -38,7 +38,15 @@ from cupylora.dtypes import dtype_name
 from cupylora.layers.batch import StackBatch
 from cupylora.layers.stack import LayerStack
 
-__all__ = ["LAYER_BOUNDS", "OP_BOUNDS", "SAMPLED", "Finding", "boundary_tokens", "check_stack"]
+__all__ = [
+    "LAYER_BOUNDS",
+    "OP_BOUNDS",
+    "SAMPLED",
+    "Finding",
+    "boundary_tokens",
+    "check_stack",
+    "step_outputs",
+]
 
 OP_BOUNDS = {"bfloat16": 3e-3, "float16": 5e-4, "float32": 1e-5}
 """Relative error allowed where one op rounds once."""
@@ -64,9 +72,19 @@ class Finding:
     bound: float
 
     @property
+    def row_bound(self) -> float:
+        """What a single row may have."""
+        return WORST_ROW * self.bound
+
+    @property
     def passed(self) -> bool:
-        """Whether both errors keep the bound; NaN does not."""
-        return self.error <= self.bound and self.worst_row <= WORST_ROW * self.bound
+        """Whether both errors keep their bounds; NaN does not."""
+        return self.error <= self.bound and self.worst_row <= self.row_bound
+
+
+def step_outputs(stack: LayerStack, batch: StackBatch, x: Any) -> Array:
+    """All that a step changes, on the host: x [T, H] and the dense groups' y, side by side."""
+    return np.concatenate([stack.backend.to_host(y) for y in (x, *batch.dense_y)], axis=1)
 
 
 def check_stack(
@@ -78,7 +96,7 @@ def check_stack(
 ) -> list[Finding]:
     """Run every layer of ``stack`` on ``batch`` (whose values are made anew) and judge it.
 
-    stepped: what ``stack.step`` gave for this batch, on the host.
+    stepped: ``step_outputs`` of a ``stack.step`` of this batch.
     """
     return _Checker(stack, batch, adapters).run(stepped, layer_done)
 
@@ -106,8 +124,17 @@ class _Checker:
                 x = out
             layer_done()
         if stepped is not None:
-            self._exact("same step again", stack.model.layers - 1, self.host(x), stepped)
+            self._add_dense_again()
+            again = step_outputs(stack, batch, x)
+            self._exact("same step again", stack.model.layers - 1, again, stepped)
         return self.findings
+
+    def _add_dense_again(self) -> None:
+        """The dense deltas of all layers, as a step adds them up."""
+        for group in range(len(self.stack.model.dense_groups)):
+            self.batch.reset_y(group)
+            for layer in range(self.stack.model.layers):
+                self.stack.add_dense(layer, group, self.batch)
 
     def _dense(self, layer: int, group: int) -> None:
         batch, modules = self.batch, self.stack.model.dense_groups[group]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cupylora.adapters.factors import Adapter
 from cupylora.backend import ArrayBackend, StageClock
+from cupylora.cli._check import step_outputs
 from cupylora.cli._session import Session
 from cupylora.layers.stack import STACK_STAGES
 from cupylora.shapes import ModuleShape, MoeShape
@@ -31,7 +32,7 @@ class Timing:
     stages: Mapping[str, tuple[float, float]]
     step: tuple[float, float]
     output: Array = field(repr=False)
-    """The last step's x on the host."""
+    """The last step's ``step_outputs``."""
 
 
 def time_steps(session: Session, step_done: Callable[[], None]) -> Timing:
@@ -50,7 +51,7 @@ def time_steps(session: Session, step_done: Callable[[], None]) -> Timing:
     stages, steps = clock.seconds()
     backend.check_status()
     ordered = {name: _summary(stages[name]) for name in STACK_STAGES if name in stages}
-    return Timing(ordered, _summary(steps), backend.to_host(output))
+    return Timing(ordered, _summary(steps), step_outputs(stack, batch, output))
 
 
 def _summary(seconds: list[float]) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from cupylora.cli._check import Finding
 from cupylora.cli._measure import Memory, Timing, floor_bytes
 from cupylora.cli._session import Session
 from cupylora.device import probe
+from cupylora.text import byte_size, counted
 
 __all__ = ["make_record", "print_record"]
 
@@ -94,7 +95,7 @@ def _adapters(session: Session) -> list[Record]:
 def _rows(session: Session) -> list[Record]:
     """Tokens and routed rows (of one layer) per adapter, those of none first."""
     batch, model = session.batch, session.model
-    top_k = model.moe.top_k if model.moe else 0
+    top_k = model.moe.top_k if model.moe else 1
     names = ["(no adapter)", *(adapter.name for adapter in session.adapters)]
     counts = np.bincount(batch.slots + 1, minlength=len(names)).tolist()
     return [
@@ -122,7 +123,7 @@ def _stages(session: Session, timing: Timing, bandwidth: float | None) -> list[R
 
 
 def _finding(finding: Finding) -> Record:
-    values = asdict(finding) | {"passed": finding.passed}
+    values = asdict(finding) | {"row_bound": finding.row_bound, "passed": finding.passed}
     # JSON has no infinity and no NaN.
     return {k: _json_number(v) if isinstance(v, float) else v for k, v in values.items()}
 
@@ -139,14 +140,21 @@ def print_record(record: Record, console: Console) -> None:
         _stage_table(record),
         _memory_table(record),
     ):
-        console.print(table)
+        _print(table, console)
     if record["check"] is None:
         console.print("not checked (--no-check)")
         return
-    console.print(_check_table(record))
+    _print(_check_table(record), console)
     worst = "PASS" if record["passed"] else "FAIL"
     style = "bold green" if record["passed"] else "bold red"
     console.print(f"{worst}: {_verdict(record)}", style=style, highlight=False)
+
+
+def _print(table: Table, console: Console) -> None:
+    """A table below its title, which may be wider."""
+    title, table.title = table.title, None
+    console.print(title, style="italic", highlight=False)
+    console.print(table)
 
 
 def _verdict(record: Record) -> str:
@@ -156,13 +164,14 @@ def _verdict(record: Record) -> str:
     first = failed[0]
     return (
         f"{len(failed)} of {len(record['check'])} comparisons exceed their bounds; first: layer "
-        f"{first['layer']}, {first['what']}, error {_error(first['error'])}, worst row "
-        f"{_error(first['worst_row'])}, bound {first['bound']:.0e}"
+        f"{first['layer']}, {first['what']}, error {_error(first['error'])} (bound "
+        f"{_error(first['bound'])}), worst row {_error(first['worst_row'])} (bound "
+        f"{_error(first['row_bound'])})"
     )
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=bool(columns))
+    table = Table(title=title, show_header=bool(columns))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     return table
@@ -175,8 +184,11 @@ def _overview(record: Record) -> Table:
     table.add_column(overflow="fold")
     name = f"{device['backend']}: {device['name']}"
     table.add_row("device", escape(name + (f" ({device['arch']})" if "arch" in device else "")))
-    lora_only = ", no base expert weights" if record["options"]["lora_only"] else ""
-    table.add_row("model", escape(f"{model['name']}, {model['layers']} layers{lora_only}"))
+    given = record["options"]["lora_only"] and model["moe"]
+    lora_only = ", no base expert weights" if given else ""
+    table.add_row(
+        "model", escape(f"{model['name']}, {counted(model['layers'], 'layer')}{lora_only}")
+    )
     for group in model["dense_groups"]:
         table.add_row("dense", escape(", ".join(group)))
     if moe := model["moe"]:
@@ -185,7 +197,7 @@ def _overview(record: Record) -> Table:
             f"{moe['experts']}, top-{moe['top_k']}, H {moe['hidden']}, I {moe['intermediate']}, "
             f"{moe['activation']}, {'gated' if moe['gated'] else 'plain'}",
         )
-    table.add_row("batch", f"{model['tokens']} tokens, {model['dtype']}")
+    table.add_row("batch", f"{counted(model['tokens'], 'token')}, {model['dtype']}")
     table.add_row("slots", f"{model['max_loras']}, ranks up to {model['max_rank']}")
     return table
 
@@ -197,7 +209,12 @@ def _adapter_table(record: Record) -> Table:
         cells = ["", "", "", ""]
         if adapter is not None:
             ranks, scales = adapter["ranks"], adapter["scales"]
-            cells = [str(adapter["slot"]), _range(ranks), _range(scales), _bytes(adapter["bytes"])]
+            cells = [
+                str(adapter["slot"]),
+                _range(ranks),
+                _range(scales),
+                byte_size(adapter["bytes"]),
+            ]
         table.add_row(escape(rows["adapter"]), *cells, str(rows["tokens"]), str(rows["rows"]))
     return table
 
@@ -206,7 +223,7 @@ def _stage_table(record: Record) -> Table:
     on_device = record["copy_bytes_per_second"] is not None
     extra = ("bytes", "floor", "median/floor") if on_device else ()
     layers, steps = record["model"]["layers"], record["options"]["steps"]
-    title = f"Time per step ({layers} layers, {steps} eager steps)"
+    title = f"Time per step ({counted(layers, 'layer')}, {counted(steps, 'eager step')})"
     if on_device:
         title += f"; floor at {record['copy_bytes_per_second'] / 1e12:.2f} TB/s (measured copy)"
     table = _table(title, "stage", "median", "min", *extra)
@@ -225,24 +242,31 @@ def _floor_cells(stage: Record) -> list[str]:
     if not stage["floor_seconds"]:
         return ["", "", ""]
     ratio = stage["median_seconds"] / stage["floor_seconds"]
-    return [_bytes(stage["bytes"]), _time(stage["floor_seconds"]), f"{ratio:.1f}"]
+    return [byte_size(stage["bytes"]), _time(stage["floor_seconds"]), f"{ratio:.1f}"]
 
 
 def _memory_table(record: Record) -> Table:
     memory = record["memory"]
     table = _table("Memory", "what", "bytes")
     for key in ("base_weights", "adapters", "workspace", "inputs"):
-        table.add_row(key.replace("_", " "), _bytes(memory[key]))
+        table.add_row(key.replace("_", " "), byte_size(memory[key]))
     if memory["beyond_weights"] is not None:
         table.add_section()
-        table.add_row("device memory beyond weights", _bytes(memory["beyond_weights"]))
+        table.add_row("device memory beyond weights", byte_size(memory["beyond_weights"]))
     return table
 
 
 def _check_table(record: Record) -> Table:
     """Per kind of comparison, the worst over the layers."""
     table = _table(
-        "Check against float64", "comparison", "rows", "max error", "max row", "bound", "result"
+        "Check against float64 (largest over the layers; relative)",
+        "comparison",
+        "rows",
+        "error",
+        "bound",
+        "max row",
+        "row bound",
+        "result",
     )
     kinds: dict[str, list[Record]] = {}
     for check in record["check"]:
@@ -252,8 +276,9 @@ def _check_table(record: Record) -> Table:
             what,
             str(sum(c["rows"] for c in checks)),
             _error(max(float(c["error"]) for c in checks)),
-            _error(max(float(c["worst_row"]) for c in checks)),
             _error(checks[0]["bound"]),
+            _error(max(float(c["worst_row"]) for c in checks)),
+            _error(checks[0]["row_bound"]),
             "pass" if all(c["passed"] for c in checks) else "FAIL",
         )
     return table
@@ -266,17 +291,11 @@ def _range(values: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g}..{high:g}"
 
 
-def _bytes(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"
-        value /= 1000
-    return f"{value:.3g} GB" if value < 1000 else f"{value:.0f} GB"
-
-
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+    for unit, length in (("µs", 1e-6), ("ms", 1e-3)):
+        if seconds < 1000 * length:
+            return f"{seconds / length:.{1 if unit == 'µs' else 2}f} {unit}"
+    return f"{seconds:.2f} s"
 
 
 def _error(value: float | str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cupylora.adapters.factors import Adapter, synthetic_adapter
@@ -19,11 +20,16 @@ from cupylora.layers.batch import StackBatch, make_batch, mixed_slots
 from cupylora.layers.stack import LayerStack, base_weight_bytes, require_base_room, require_room
 from cupylora.resources import data_dir
 from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape, load_model
+from cupylora.text import byte_size, counted
 
-__all__ = ["RunOptions", "Session", "open_session"]
+__all__ = ["RunOptions", "Say", "Session", "open_session"]
 
 _DEMO_MODEL = "tiny-moe"
 _SYNTHETIC_DEFAULT = 4
+_OTHER_PASSES = 5
+"""Making the weights, the first step and the check cost a CPU about as much as so many steps."""
+_LONG_READS = 10**10
+"""Weights and factors, counted once a pass, that take a CPU about half a minute."""
 _RANK_STEP = 16
 
 Say = Callable[[str], None]
@@ -68,8 +74,11 @@ class Session:
         return self.stack.weight_bytes + adapters
 
 
-def open_session(options: RunOptions, say: Say) -> Session:
-    """Make all of it. Raises a CupyloraError for whatever cannot be had, before much is done."""
+def open_session(options: RunOptions, say: Say, note: Say = lambda _: None) -> Session:
+    """Make all of it. Raises a CupyloraError for whatever cannot be had, before much is done.
+
+    note: told what is good to know before a long wait.
+    """
     backend = open_backend(options.backend)
     dtype = resolve_dtype(options.dtype)
     whole = load_model(options.model)
@@ -77,9 +86,12 @@ def open_session(options: RunOptions, say: Say) -> Session:
     if not options.lora_only:
         require_base_room(model, dtype, backend)
     adapters = _adapters(options, whole, model, say)
+    if not backend.on_device and (hint := _long_run(options, model, adapters)):
+        note(hint)
     say("loading adapters into slots")
     table = _load(adapters, options, model, dtype, backend)
-    say("making base weights" if not options.lora_only else "preparing layers")
+    given = options.lora_only or model.moe is None
+    say("preparing layers" if given else "making base weights")
     stack = LayerStack(
         table,
         backend,
@@ -94,8 +106,27 @@ def open_session(options: RunOptions, say: Say) -> Session:
 
 def _cut(model: ModelShape, layers: int) -> ModelShape:
     if layers > model.layers:
-        raise ArgumentError(f"layers is {layers}; model {model.name} has {model.layers}")
+        raise ArgumentError(f"--layers is {layers}; model {model.name} has {model.layers}")
     return model.with_layers(layers)
+
+
+def _long_run(options: RunOptions, model: ModelShape, adapters: Sequence[Adapter]) -> str | None:
+    """What a CPU has to do, in a line, if that takes long."""
+    size = resolve_dtype(options.dtype).itemsize
+    base = 0 if options.lora_only else base_weight_bytes(model, options.dtype)
+    factors = size * sum(adapter.parameters for adapter in adapters)
+    if (base + factors) // size * (options.steps + _OTHER_PASSES) < _LONG_READS:
+        return None
+    weights = f"{byte_size(base)} of base weights and " if base else ""
+    remedy = ""
+    if model.layers > 1:
+        remedy = "; --layers 1 is enough to see it work"
+    elif options.steps > 1:
+        remedy = "; --steps 1 is quicker"
+    return (
+        f"{counted(options.steps, 'step')} through {counted(model.layers, 'layer')} with {weights}"
+        f"{byte_size(factors)} of adapters take a while on the CPU{remedy}"
+    )
 
 
 def _adapters(
@@ -113,16 +144,26 @@ def _adapters(
         else:
             synthetic = _SYNTHETIC_DEFAULT
     names = [name for name, _ in named]
-    for name in names:
+    for name, path in named:
         if names.count(name) > 1:
-            raise ArgumentError(f"--adapter {name}: the name is given twice")
+            raise ArgumentError(
+                f"--adapter {path}: the name {name!r} is given twice; name one of them otherwise "
+                "with NAME=DIR"
+            )
+    count = len(named) + (synthetic or 0)
+    if options.max_loras is not None and count > options.max_loras:
+        raise ArgumentError(
+            f"{counted(count, 'adapter')} do not fit --max-loras {options.max_loras}; raise it or "
+            "give fewer adapters"
+        )
+    ranks = _ranks(options.ranks)
     adapters = []
     for name, path in named:
         say(f"reading adapter {name}")
         adapters.append(read_adapter(path, whole, name=name).with_layers(model.layers))
-    ranks = _ranks(options.ranks)
+    if synthetic:
+        say(f"making {counted(synthetic, 'synthetic adapter')}")
     for number in range(synthetic or 0):
-        say(f"making synthetic adapter {number + 1} of {synthetic}")
         rank, seed = ranks[number % len(ranks)], options.seed + number
         adapters.append(
             synthetic_adapter(
@@ -137,9 +178,12 @@ def _adapters(
 
 
 def _named(text: str) -> tuple[str, str]:
+    """(name, directory) of NAME=DIR, or of DIR alone, which may itself hold a "="."""
     name, separator, path = text.partition("=")
-    if not separator or not name or not path:
-        raise ArgumentError(f"--adapter {text!r}: NAME=DIRECTORY is needed")
+    if not separator or Path(text).is_dir():
+        name, path = Path(text).absolute().name, text
+    if not name or not path:
+        raise ArgumentError(f"--adapter {text!r}: NAME=DIR, or a directory with a name, is needed")
     return name, path
 
 
@@ -159,8 +203,6 @@ def _load(
 ) -> SlotTable:
     """A table just large enough, with the adapters in slots 0, 1, ..."""
     max_loras = max(1, len(adapters)) if options.max_loras is None else options.max_loras
-    if len(adapters) > max_loras:
-        raise ArgumentError(f"{len(adapters)} adapters do not fit --max-loras {max_loras}")
     largest = max((adapter.max_rank for adapter in adapters), default=1)
     max_rank = -(-largest // _RANK_STEP) * _RANK_STEP
     size = sum(adapter_bytes(adapter, dtype.itemsize) for adapter in adapters)
@@ -168,7 +210,7 @@ def _load(
     require_room(
         backend,
         base + size,
-        f"{len(adapters)} adapters" + (" and the base expert weights" if base else ""),
+        counted(len(adapters), "adapter") + (" and the base expert weights" if base else ""),
         f"use {'--lora-only, ' if base else ''}fewer layers, fewer adapters or smaller ranks",
     )
     arena = Arena(max(size, BLOCK_ALIGNMENT), backend.xp)

@@ -7,9 +7,6 @@ from importlib import metadata
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from cupylora import __version__
 from cupylora.compiler import ARCHITECTURES
@@ -17,6 +14,7 @@ from cupylora.compiler.nvrtc import compiler_version
 from cupylora.device import DeviceInfo, DeviceState, probe
 from cupylora.errors import CompileError
 from cupylora.resources import cuda_source_dir
+from cupylora.text import wrapped
 
 __all__ = ["command"]
 
@@ -25,17 +23,14 @@ __all__ = ["command"]
 def command() -> None:
     """Say whether the GPU can be used, and what is missing."""
     info = probe()
-    table = Table(title="cupylora doctor", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for row in (*_device_rows(info), *_software_rows(info)):
-        table.add_row(*map(escape, row))
-    console = Console()
-    console.print(table)
+    rows = (*_device_rows(info), *_software_rows(info))
+    width = max(len(name) for name, _ in rows) + 2
+    for name, value in rows:
+        click.echo(wrapped(name.ljust(width), value))
     backend = "cuda" if info.state is DeviceState.READY else "numpy"
-    console.print(f"--backend auto uses {backend}.", highlight=False)
+    click.echo(f"\n--backend auto uses {backend}.")
     if info.remedy:
-        console.print(f"Remedy: {info.remedy}", highlight=False, markup=False)
+        click.echo(wrapped("Remedy: ", info.remedy))
 
 
 def _device_rows(info: DeviceInfo) -> list[tuple[str, str]]:

@@ -1,34 +1,36 @@
-"""``cupylora kernels``: the kernel programs, what is in them and where they run."""
+"""``cupylora kernels``: the kernel programs, how many kernels are in them and where they run."""
 
 from __future__ import annotations
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from cupylora.compiler import ARCHITECTURES, PROGRAMS, supports
-from cupylora.compiler.sources import KernelProgram, read_sources
+from cupylora.compiler.sources import read_sources
 from cupylora.resources import cuda_source_dir
+from cupylora.text import counted, wrapped
 
 __all__ = ["command"]
 
 
 @click.command("kernels")
-def command() -> None:
+@click.option("--all", "each", is_flag=True, help="Name each kernel.")
+def command(each: bool) -> None:
     """List the CUDA kernels and their architectures."""
     root = cuda_source_dir()
-    table = Table(title=escape(f"Kernel programs in {root}"))
-    for column in ("program", "source", "kernels", "architectures"):
-        table.add_column(column, overflow="fold")
+    click.echo(f"Kernel programs in {root}")
+    table = Table()
+    for column in ("program", "source", "kernels", "arch"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "kernels" else "left")
     for program in PROGRAMS:
         read_sources(program, root)  # a listing of files that are not there would be worthless
-        table.add_row(program.name, program.source, ", ".join(program.kernels), _built_for(program))
-    console = Console()
-    console.print(table)
+        first = next(arch for arch in ARCHITECTURES if supports(arch, program.min_arch))
+        table.add_row(program.name, program.source, str(len(program.kernels)), f"{first}+")
+    Console().print(table)
+    for program in PROGRAMS if each else ():
+        click.echo(wrapped(f"{program.name}: ", ", ".join(program.kernels)))
     count = sum(len(program.kernels) for program in PROGRAMS)
-    console.print(f"{count} kernels in {len(PROGRAMS)} programs", highlight=False)
-
-
-def _built_for(program: KernelProgram) -> str:
-    return ", ".join(a for a in ARCHITECTURES if supports(a, program.min_arch))
+    more = "" if each else " (--all names them)"
+    click.echo(f"{counted(count, 'kernel')} in {counted(len(PROGRAMS), 'program')}{more}")
+    click.echo(f"architectures: {', '.join(ARCHITECTURES)}")

@@ -12,17 +12,26 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cupylora.cli._check import check_stack
 from cupylora.cli._measure import copy_bandwidth, memory, time_steps
+from cupylora.cli._progress import open_reporter
 from cupylora.cli._report import Record, make_record, print_record
-from cupylora.cli._session import RunOptions, open_session
+from cupylora.cli._session import RunOptions, Say, open_session
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
-from cupylora.shapes import PRESETS
+from cupylora.shapes import MAX_LORAS, PRESETS
 
 __all__ = ["command"]
+
+MAX_TOKENS = 1 << 20
+"""Far beyond any batch that fits; keeps a slip of the keyboard from becoming a memory error."""
+
+
+class _Integer(click.IntRange):
+    """Calls what it needs an integer, not an integer range."""
+
+    name = "integer"
 
 
 @click.command("run")
@@ -31,20 +40,20 @@ __all__ = ["command"]
     default="tiny-moe",
     show_default=True,
     metavar="PRESET|CONFIG.JSON",
-    help=f"One of {', '.join(PRESETS)}, or a Hugging Face config.json.",
+    help=f"One of {', '.join(PRESETS)}, or a Hugging Face config.json (MoE or dense).",
 )
 @click.option(
     "--adapter",
     "adapters",
     multiple=True,
-    metavar="NAME=DIR",
-    help="A PEFT adapter directory; repeatable. Default: for tiny-moe the shipped examples, for "
-    "other models 4 synthetic adapters.",
+    metavar="[NAME=]DIR",
+    help="A PEFT adapter directory, called by its own name if no other is given; repeatable. "
+    "Default: for tiny-moe the shipped examples, for other models 4 synthetic adapters.",
 )
 @click.option(
     "--synthetic-adapters",
     "synthetic",
-    type=click.IntRange(min=0),
+    type=_Integer(0, MAX_LORAS),
     metavar="N",
     help="Add N random adapters.",
 )
@@ -56,9 +65,9 @@ __all__ = ["command"]
     metavar="R[,R...]",
     help="Their ranks, taken in turn.",
 )
-@click.option("--layers", type=click.IntRange(min=1), help="First layers only.  [default: all]")
-@click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--layers", type=_Integer(min=1), help="First layers only.  [default: all]")
+@click.option("--tokens", type=_Integer(1, MAX_TOKENS), default=128, show_default=True)
+@click.option("--steps", type=_Integer(min=1), default=10, show_default=True)
 @click.option(
     "--base-share",
     type=click.FloatRange(0, 1),
@@ -67,13 +76,13 @@ __all__ = ["command"]
     help="Part of the tokens that have no adapter.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=_Integer(min=0), default=0, show_default=True)
 @click.option(
     "--backend", type=click.Choice(["auto", "cuda", "numpy"]), default="auto", show_default=True
 )
 @click.option(
     "--max-loras",
-    type=click.IntRange(1, 4096),
+    type=_Integer(1, MAX_LORAS),
     help="Adapter slots.  [default: one per adapter]",
 )
 @click.option("--lora-only", is_flag=True, help="No base expert weights: their outputs are given.")
@@ -86,38 +95,35 @@ def command(ctx: click.Context, /, check: bool, json_file: Path | None, **values
     """Run a mixed batch of adapters through a model's layers.
 
     Each layer adds LoRA to the attention projections (on given inputs) and to the experts, whose
-    block is computed whole. Exit code 0: the outputs agree with a float64 oracle (or were not
-    checked), 1: they do not, 2: wrong usage or input.
+    block is computed whole; in a model without experts, to the MLP's projections on given inputs.
+    Exit code 0: the outputs agree with a float64 oracle (or were not checked), 1: they do not, 2:
+    wrong usage or input.
     """
     _check_writable(json_file)
-    console = Console()
-    record = _run(RunOptions(**values), check, console)
-    print_record(record, console)
+    record = _run(RunOptions(**values), check)
+    print_record(record, Console())
     if json_file is not None:
         _write(json_file, record)
     if record["passed"] is False:
         ctx.exit(1)
 
 
-def _run(options: RunOptions, check: bool, console: Console) -> Record:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def say(text: str) -> None:
-            progress.update(task, description=text)
-
-        session = open_session(options, say)
-        counter = _Counter(say, f"step {{}} of {options.steps}")
-        timing = time_steps(session, counter)
+def _run(options: RunOptions, check: bool) -> Record:
+    with open_reporter() as report:
+        session = open_session(options, report.phase, report.note)
+        report.phase("timing steps")
+        timing = time_steps(session, _Counter(report.detail, f"step {{}} of {options.steps} done"))
         held = memory(session)
         findings = None
         if check:
-            counter = _Counter(say, f"checked layer {{}} of {session.model.layers}")
-            say("checking against the float64 oracle")
+            report.phase("checking against the float64 oracle")
+            done = f"checked layer {{}} of {session.model.layers}"
             findings = check_stack(
-                session.stack, session.batch, session.adapters, timing.output, counter
+                session.stack,
+                session.batch,
+                session.adapters,
+                timing.output,
+                _Counter(report.detail, done),
             )
         bandwidth = copy_bandwidth(session.backend)
     return make_record(session, timing, held, bandwidth, findings)
@@ -126,7 +132,7 @@ def _run(options: RunOptions, check: bool, console: Console) -> Record:
 class _Counter:
     """Says a text with a number that rises at each call."""
 
-    def __init__(self, say: Any, text: str) -> None:
+    def __init__(self, say: Say, text: str) -> None:
         self.say, self.text, self.count = say, text, 0
 
     def __call__(self) -> None:

@@ -1,7 +1,8 @@
 """A model's layers with LoRA on every projection, chained: what one step of inference does to them.
 
-A layer is: deltas of the dense groups (q/k/v, o) onto given base outputs, no attention; then the
-MoE block with its residual, ``x + moe(x)``, the next layer's x. In: a SlotTable with adapters in
+A layer is: deltas of the dense groups (q/k/v, o; in a model without experts gate/up and down too)
+onto given base outputs, no attention; then, if the model has experts, the MoE block with its
+residual, ``x + moe(x)``, the next layer's x. In: a SlotTable with adapters in
 it and a StackBatch. Out: the last layer's x. Base expert weights are seeded random numbers; without
 them (``lora_only``) the projections' base outputs are seeded random numbers.
 """
@@ -23,6 +24,7 @@ from cupylora.layers.plan import BatchPlan
 from cupylora.layers.workspace import Needs, Workspace
 from cupylora.ops.fill_uniform import fill_uniform
 from cupylora.shapes import ModelShape, MoeShape
+from cupylora.text import counted
 from cupylora.worklists import Array
 
 __all__ = [
@@ -66,7 +68,7 @@ def require_base_room(model: ModelShape, dtype: Any, backend: ArrayBackend) -> N
     require_room(
         backend,
         base_weight_bytes(model, dtype),
-        f"the base expert weights of {model.layers} layers of {model.name}",
+        f"the base expert weights of {counted(model.layers, 'layer')} of {model.name}",
         "use --lora-only (lora_only=True: no base expert weights) or fewer layers",
     )
 
@@ -142,8 +144,9 @@ class LayerStack:
         """Make the work lists that all dense groups of all layers share."""
         if batch.num_tokens > self.max_tokens or len(batch.topk_ids) != self.model.layers:
             raise ArgumentError(
-                f"batch has {batch.num_tokens} tokens and routes for {len(batch.topk_ids)} layers; "
-                f"the stack takes up to {self.max_tokens} tokens and has {self.model.layers} layers"
+                f"batch has {counted(batch.num_tokens, 'token')} and routes for "
+                f"{counted(len(batch.topk_ids), 'layer')}; the stack takes up to "
+                f"{counted(self.max_tokens, 'token')} and has {counted(self.model.layers, 'layer')}"
             )
         self.dense_plan.update(batch.token_to_slot)
 

@@ -45,6 +45,9 @@ _PROBLEM_FIELDS: dict[str, Any] = {
     "alpha": np.float32,
 }
 
+_FIRST_DEPENDENT_LAUNCH = 90
+"""Compute capability from which a kernel may wait for its predecessor itself."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -126,8 +129,16 @@ def _launch(
     program: str,
     kernel: str,
     types: tuple[str, ...],
+    dependent: bool,
 ) -> Launch:
-    return load_kernel(program, kernel).prepare(types)
+    return load_kernel(program, kernel).prepare(types, pdl=dependent)
+
+
+@functools.cache
+def _has_dependent_launch(device: int) -> bool:
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability) >= _FIRST_DEPENDENT_LAUNCH
 
 
 def enqueue(
@@ -138,11 +149,19 @@ def enqueue(
     threads: int,
     args: Sequence[Any],
     smem: int = 0,
+    *,
+    dependent: bool = False,
 ) -> None:
-    """Launch a kernel on CuPy's current stream of the current device."""
+    """Launch a kernel on CuPy's current stream of the current device.
+
+    dependent: the kernel waits for the work before it itself, so that it may start early (where the
+    device can: programmatic dependent launch).
+    """
     import cupy
 
-    launch = _launch(cupy.cuda.runtime.getDevice(), program, kernel, types)
+    device = cupy.cuda.runtime.getDevice()
+    early = dependent and _has_dependent_launch(device)
+    launch = _launch(device, program, kernel, types, early)
     shape = (grid[0], grid[1] if len(grid) > 1 else 1, 1)
     launch(cupy.cuda.get_current_stream().ptr, shape, (threads, 1, 1), smem, args)
 

@@ -220,7 +220,7 @@ class _Call:
             status,
         )
         grid = (min(items, resident_blocks(program, kernel, _THREADS)),)
-        enqueue(program, kernel, _SHRINK, grid, _THREADS, args)
+        enqueue(program, kernel, _SHRINK, grid, _THREADS, args, dependent=True)
 
     def expand(self, slices: Sequence[LoraSlice], status: int) -> None:
         plan = self.plan
@@ -247,7 +247,7 @@ class _Call:
         )
         items = -(-self.tiles * blocks * parts // _WARPS)
         grid = (min(items, resident_blocks(program, kernel, _THREADS)),)
-        enqueue(program, kernel, _EXPAND, grid, _THREADS, args)
+        enqueue(program, kernel, _EXPAND, grid, _THREADS, args, dependent=True)
 
     def float32(self, slices: Sequence[LoraSlice], in_features: int, status: int) -> None:
         plan, program = self.plan, "lora_f32"

@@ -23,7 +23,7 @@ _MEANING = {
     STATUS_BAD_SLOT: "token_to_slot held a slot >= max_loras; its rows ran without an adapter",
     STATUS_BAD_RANK: "a slot entry held a rank below 0 or above max_rank; it ran as rank 0",
     STATUS_BAD_LAYOUT: "a slot entry held A in another layout than the caller asked for; "
-    "it ran as rank 0 (make the slot table with the layout that its reader needs)",
+    "it ran as rank 0 (SlotTable(..., a_layout=ROW_MAJOR) makes a table for general GEMMs)",
     STATUS_CAPACITY: "the rows made more segments or problems than there was room for, and the "
     "last of them were left out; raise max_segments or max_problems",
 }

@@ -32,6 +32,8 @@ from cupylora.worklists import (
 
 __all__ = ["slot_lookup"]
 
+_LAYOUTS = {ROW_MAJOR: "row-major", PACKED: "packed"}
+
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("a_ptr", "a_ptr"),
     ("b_ptr", "b_ptr"),
@@ -92,9 +94,10 @@ def _readable(
     if status is None:
         module, token = (int(i) for i in np.argwhere(bad)[0])
         raise ArgumentError(
-            f"the entry of module {module}, token {token} holds A in layout "
-            f"{layouts[module, token]}; a_layout={needed} is needed (make the slot table with the "
-            "layout that its reader needs)"
+            f"the entry of module {module}, token {token} holds A "
+            f"{_LAYOUTS.get(int(layouts[module, token]), 'in an unknown layout')}, but its reader "
+            f"needs it {_LAYOUTS[needed]}; make the table with "
+            f"SlotTable(..., a_layout={'PACKED' if needed == PACKED else 'ROW_MAJOR'})"
         )
     status[0] |= STATUS_BAD_LAYOUT
     return np.where(bad, 0, ranks).astype(np.int32)
