@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cupylora.cli import _progress, _session, main
+from cupylora.cli import _progress, _setup, main
 from cupylora.cli._progress import PlainLines, open_reporter
-from cupylora.cli._session import RunOptions, open_session
+from cupylora.cli._setup import RunOptions, prepare_run
 
 
 class Clock:
@@ -120,10 +120,10 @@ def test_much_work_for_a_cpu_is_announced(
 ) -> None:
     notes: list[str] = []
     chosen = RunOptions(backend="numpy", **options)
-    open_session(chosen, lambda _: None, notes.append)
+    prepare_run(chosen, lambda _: None, notes.append)
     assert notes == []
-    monkeypatch.setattr(_session, "_LONG_READS", 1)
-    open_session(chosen, lambda _: None, notes.append)
+    monkeypatch.setattr(_setup, "_LONG_READS", 1)
+    prepare_run(chosen, lambda _: None, notes.append)
     assert len(notes) == 1
     assert all(word in notes[0] for word in words), notes
     assert ("base weights" in notes[0]) == (not chosen.lora_only)

@@ -19,8 +19,8 @@ from fixtures_util import DATA
 
 import cupylora
 from cupylora.cli import _check as check_module
-from cupylora.cli import _measure, _report, _session, main
-from cupylora.cli._session import RunOptions, open_session
+from cupylora.cli import _measure, _report, _setup, main
+from cupylora.cli._setup import RunOptions, prepare_run
 from cupylora.ops import lora_delta
 
 GPT_OSS = ("--model", str(DATA / "models" / "gpt-oss"))
@@ -139,8 +139,8 @@ def test_no_check(tmp_path: Path) -> None:
 
 def test_same_seed_same_output() -> None:
     def output(seed: int) -> bytes:
-        session = open_session(RunOptions(backend="numpy", seed=seed), lambda _: None)
-        return session.stack.step(session.batch).tobytes()
+        setup = prepare_run(RunOptions(backend="numpy", seed=seed), lambda _: None)
+        return setup.stack.step(setup.batch).tobytes()
 
     assert output(1) == output(1)
     assert output(1) != output(2)
@@ -201,7 +201,7 @@ def test_wrong_input_is_one_line(arguments: tuple[Any, ...], words: list[str]) -
 
 def test_model_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is made, with both sizes and what to do."""
-    monkeypatch.setattr(_session, "synthetic_adapter", None)
+    monkeypatch.setattr(_setup, "synthetic_adapter", None)
     start = time.perf_counter()
     line = one_line(run("--backend", "numpy", "--model", "deepseek-v3"))
     assert time.perf_counter() - start < 2
@@ -295,11 +295,11 @@ def test_infinite_errors_are_valid_json(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_floor_counts_each_factor_once() -> None:
     """By hand, for one layer: contracts (per expert), legal (one A for gate and up)."""
     options = RunOptions(backend="numpy", layers=1, tokens=64, base_share=0.5, dtype="float32")
-    session = open_session(options, lambda _: None)
-    found = _measure.floor_bytes(session)
-    slots, ids = session.batch.slots, session.batch.ids[0]
+    setup = prepare_run(options, lambda _: None)
+    found = _measure.floor_bytes(setup)
+    slots, ids = setup.batch.slots, setup.batch.ids[0]
     factors = 0
-    for slot, adapter in enumerate(session.adapters):
+    for slot, adapter in enumerate(setup.adapters):
         experts = len(np.unique(ids[slots == slot]))
         arrays = {}
         for module in ("gate_proj", "up_proj"):
@@ -307,10 +307,10 @@ def test_floor_counts_each_factor_once() -> None:
             arrays |= {("a", id(pair.a)): pair.a[0].size, ("b", id(pair.b)): pair.b[0].size}
         factors += experts * sum(arrays.values())
     assert found["MoE first delta"] == 4 * (factors + 32 * 64 + 2 * 32 * 2 * 96)
-    ranks = sum(a.factors[0, "o_proj"].rank for a in session.adapters)
+    ranks = sum(a.factors[0, "o_proj"].rank for a in setup.adapters)
     qkv = sum(
         a.factors[0, f"{m}_proj"].rank * (64 + n)
-        for a in session.adapters
+        for a in setup.adapters
         for m, n in (("q", 64), ("k", 32), ("v", 32))
     )
     assert found["dense deltas"] == 4 * (ranks * 128 + qkv + 32 * (64 + 2 * 128 + 64 + 2 * 64))

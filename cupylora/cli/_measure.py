@@ -1,4 +1,4 @@
-"""Timed steps of a session, the bytes they must move, and the memory they take."""
+"""Timed steps of a setup, the bytes they must move, and the memory they take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cupylora.adapters.factors import Adapter
 from cupylora.backend import ArrayBackend, StageClock
 from cupylora.cli._check import step_outputs
-from cupylora.cli._session import Session
+from cupylora.cli._setup import RunSetup
 from cupylora.layers.stack import STACK_STAGES
 from cupylora.shapes import ModuleShape, MoeShape
 
@@ -35,14 +35,14 @@ class Timing:
     """The last step's ``step_outputs``."""
 
 
-def time_steps(session: Session, step_done: Callable[[], None]) -> Timing:
+def time_steps(setup: RunSetup, step_done: Callable[[], None]) -> Timing:
     """One step to warm up, then the timed ones, eager, each on the same inputs."""
-    stack, batch, backend = session.stack, session.batch, session.backend
+    stack, batch, backend = setup.stack, setup.batch, setup.backend
     stack.step(batch)
     backend.synchronize()
     clock = StageClock(backend)
     output = batch.x
-    for _ in range(session.options.steps):
+    for _ in range(setup.options.steps):
         batch.reset()
         clock.start()
         output = stack.step(batch, clock.lap)
@@ -69,15 +69,15 @@ class Memory:
     beyond_weights: int | None
 
 
-def memory(session: Session) -> Memory:
+def memory(setup: RunSetup) -> Memory:
     """What is held now."""
-    held = session.backend.held_bytes()
+    held = setup.backend.held_bytes()
     return Memory(
-        base_weights=session.stack.weight_bytes,
-        adapters=session.weight_bytes - session.stack.weight_bytes,
-        workspace=session.stack.workspace.nbytes,
-        inputs=session.batch.nbytes,
-        beyond_weights=None if held is None else held - session.weight_bytes,
+        base_weights=setup.stack.weight_bytes,
+        adapters=setup.weight_bytes - setup.stack.weight_bytes,
+        workspace=setup.stack.workspace.nbytes,
+        inputs=setup.batch.nbytes,
+        beyond_weights=None if held is None else held - setup.weight_bytes,
     )
 
 
@@ -96,26 +96,26 @@ def copy_bandwidth(backend: ArrayBackend) -> float | None:
     return 2 * _COPY_BYTES / statistics.median(seconds)
 
 
-def floor_bytes(session: Session) -> dict[str, int]:
+def floor_bytes(setup: RunSetup) -> dict[str, int]:
     """Bytes that a step's stages cannot do without, over all layers.
 
     Each distinct A and B once, x once (by token where a projection reads it so, else by row), y
     read and written once; base weights of the experts chosen once, their outputs written once.
     """
     total: dict[str, int] = {}
-    for layer in range(session.model.layers):
-        for stage, count in _layer_bytes(session, layer).items():
+    for layer in range(setup.model.layers):
+        for stage, count in _layer_bytes(setup, layer).items():
             total[stage] = total.get(stage, 0) + count
     return total
 
 
-def _layer_bytes(session: Session, layer: int) -> dict[str, int]:
-    counts = _Counts(session, layer)
-    found = {"dense deltas": sum(map(counts.dense, session.model.dense_groups))}
-    moe = session.model.moe
+def _layer_bytes(setup: RunSetup, layer: int) -> dict[str, int]:
+    counts = _Counts(setup, layer)
+    found = {"dense deltas": sum(map(counts.dense, setup.model.dense_groups))}
+    moe = setup.model.moe
     if moe is not None:
         found |= counts.moe(moe)
-        if not session.options.lora_only:
+        if not setup.options.lora_only:
             found |= counts.base(moe)
     return found
 
@@ -123,10 +123,10 @@ def _layer_bytes(session: Session, layer: int) -> dict[str, int]:
 class _Counts:
     """Bytes of one layer's stages."""
 
-    def __init__(self, session: Session, layer: int) -> None:
-        self.adapters, self.layer = session.adapters, layer
-        self.size = session.stack.dtype.itemsize
-        self.slots, self.ids = session.batch.slots, session.batch.ids[layer]
+    def __init__(self, setup: RunSetup, layer: int) -> None:
+        self.adapters, self.layer = setup.adapters, layer
+        self.size = setup.stack.dtype.itemsize
+        self.slots, self.ids = setup.batch.slots, setup.batch.ids[layer]
 
     def dense(self, group: tuple[ModuleShape, ...]) -> int:
         present = np.unique(self.slots[self.slots >= 0]).tolist()

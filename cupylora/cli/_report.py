@@ -16,7 +16,7 @@ from rich.table import Table
 from cupylora import __version__
 from cupylora.cli._check import Finding
 from cupylora.cli._measure import Memory, Timing, floor_bytes
-from cupylora.cli._session import Session
+from cupylora.cli._setup import RunSetup
 from cupylora.device import probe
 from cupylora.text import byte_size, counted
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 def make_record(
-    session: Session,
+    setup: RunSetup,
     timing: Timing,
     memory: Memory,
     bandwidth: float | None,
@@ -35,13 +35,13 @@ def make_record(
     """Everything a run found, as JSON values. ``passed`` is None where nothing was checked."""
     return {
         "cupylora": __version__,
-        "options": asdict(session.options),
-        "device": _device(session),
-        "model": _model(session),
-        "adapters": _adapters(session),
-        "rows": _rows(session),
+        "options": asdict(setup.options),
+        "device": _device(setup),
+        "model": _model(setup),
+        "adapters": _adapters(setup),
+        "rows": _rows(setup),
         "step_seconds": dict(zip(("median", "min"), timing.step, strict=True)),
-        "stages": _stages(session, timing, bandwidth),
+        "stages": _stages(setup, timing, bandwidth),
         "copy_bytes_per_second": bandwidth,
         "memory": asdict(memory),
         "check": None if findings is None else [_finding(f) for f in findings],
@@ -49,15 +49,15 @@ def make_record(
     }
 
 
-def _device(session: Session) -> Record:
+def _device(setup: RunSetup) -> Record:
     info = probe()
-    if session.backend.on_device:
+    if setup.backend.on_device:
         return {"backend": "cuda", "name": info.name, "arch": info.arch, "memory": info.memory}
     return {"backend": "numpy", "name": platform.processor() or platform.machine()}
 
 
-def _model(session: Session) -> Record:
-    model, stack = session.model, session.stack
+def _model(setup: RunSetup) -> Record:
+    model, stack = setup.model, setup.stack
     return {
         "name": model.name,
         "layers": model.layers,
@@ -67,17 +67,15 @@ def _model(session: Session) -> Record:
         ],
         "moe": asdict(model.moe) if model.moe else None,
         "dtype": str(stack.dtype),
-        "tokens": session.batch.num_tokens,
-        "max_loras": session.table.limits.max_loras,
-        "max_rank": session.table.limits.max_rank,
+        "tokens": setup.batch.num_tokens,
+        "max_loras": setup.table.limits.max_loras,
+        "max_rank": setup.table.limits.max_rank,
     }
 
 
-def _adapters(session: Session) -> list[Record]:
+def _adapters(setup: RunSetup) -> list[Record]:
     found = []
-    for slot, (adapter, info) in enumerate(
-        zip(session.adapters, session.table.slots, strict=False)
-    ):
+    for slot, (adapter, info) in enumerate(zip(setup.adapters, setup.table.slots, strict=False)):
         scales = sorted({round(f.scale, 6) for f in adapter.factors.values()})
         found.append(
             {
@@ -92,11 +90,11 @@ def _adapters(session: Session) -> list[Record]:
     return found
 
 
-def _rows(session: Session) -> list[Record]:
+def _rows(setup: RunSetup) -> list[Record]:
     """Tokens and routed rows (of one layer) per adapter, those of none first."""
-    batch, model = session.batch, session.model
+    batch, model = setup.batch, setup.model
     top_k = model.moe.top_k if model.moe else 1
-    names = ["(no adapter)", *(adapter.name for adapter in session.adapters)]
+    names = ["(no adapter)", *(adapter.name for adapter in setup.adapters)]
     counts = np.bincount(batch.slots + 1, minlength=len(names)).tolist()
     return [
         {"adapter": name, "tokens": tokens, "rows": tokens * top_k}
@@ -104,8 +102,8 @@ def _rows(session: Session) -> list[Record]:
     ]
 
 
-def _stages(session: Session, timing: Timing, bandwidth: float | None) -> list[Record]:
-    needed = floor_bytes(session)
+def _stages(setup: RunSetup, timing: Timing, bandwidth: float | None) -> list[Record]:
+    needed = floor_bytes(setup)
     found = []
     for name, (median, least) in timing.stages.items():
         size = needed.get(name)

@@ -1,6 +1,6 @@
 """``cupylora run``: a mixed batch of adapters through a model's layers, timed and checked.
 
-Options → ``_session`` (adapters, slots, stack, batch) → ``_measure`` (timed steps) → ``_check``
+Options → ``_setup`` (adapters, slots, stack, batch) → ``_measure`` (timed steps) → ``_check``
 (float64 oracle) → ``_report`` (tables, JSON).
 """
 
@@ -17,7 +17,7 @@ from cupylora.cli._check import check_stack
 from cupylora.cli._measure import copy_bandwidth, memory, time_steps
 from cupylora.cli._progress import open_reporter
 from cupylora.cli._report import Record, make_record, print_record
-from cupylora.cli._session import RunOptions, Say, open_session
+from cupylora.cli._setup import RunOptions, Say, prepare_run
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
 from cupylora.shapes import MAX_LORAS, PRESETS
@@ -110,23 +110,23 @@ def command(ctx: click.Context, /, check: bool, json_file: Path | None, **values
 
 def _run(options: RunOptions, check: bool) -> Record:
     with open_reporter() as report:
-        session = open_session(options, report.phase, report.note)
+        setup = prepare_run(options, report.phase, report.note)
         report.phase("timing steps")
-        timing = time_steps(session, _Counter(report.detail, f"step {{}} of {options.steps} done"))
-        held = memory(session)
+        timing = time_steps(setup, _Counter(report.detail, f"step {{}} of {options.steps} done"))
+        held = memory(setup)
         findings = None
         if check:
             report.phase("checking against the float64 oracle")
-            done = f"checked layer {{}} of {session.model.layers}"
+            done = f"checked layer {{}} of {setup.model.layers}"
             findings = check_stack(
-                session.stack,
-                session.batch,
-                session.adapters,
+                setup.stack,
+                setup.batch,
+                setup.adapters,
                 timing.output,
                 _Counter(report.detail, done),
             )
-        bandwidth = copy_bandwidth(session.backend)
-    return make_record(session, timing, held, bandwidth, findings)
+        bandwidth = copy_bandwidth(setup.backend)
+    return make_record(setup, timing, held, bandwidth, findings)
 
 
 class _Counter:

@@ -1,6 +1,6 @@
 """From the options of ``cupylora run`` to a stack that is ready to step.
 
-In: RunOptions. Out: a Session: backend, adapters in their slots, stack and batch.
+In: RunOptions. Out: a RunSetup: backend, adapters in their slots, stack and batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupylora.resources import data_dir
 from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape, load_model
 from cupylora.text import byte_size, counted
 
-__all__ = ["RunOptions", "Say", "Session", "open_session"]
+__all__ = ["RunOptions", "RunSetup", "Say", "prepare_run"]
 
 _DEMO_MODEL = "tiny-moe"
 _SYNTHETIC_DEFAULT = 4
@@ -56,7 +56,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class Session:
+class RunSetup:
     """Everything a run works with. adapters: the one in each slot, cut to the stack's layers."""
 
     options: RunOptions
@@ -74,7 +74,7 @@ class Session:
         return self.stack.weight_bytes + adapters
 
 
-def open_session(options: RunOptions, say: Say, note: Say = lambda _: None) -> Session:
+def prepare_run(options: RunOptions, say: Say, note: Say = lambda _: None) -> RunSetup:
     """Make all of it. Raises a CupyloraError for whatever cannot be had, before much is done.
 
     note: told what is good to know before a long wait.
@@ -101,7 +101,7 @@ def open_session(options: RunOptions, say: Say, note: Say = lambda _: None) -> S
     )
     slots = mixed_slots(options.tokens, len(adapters), options.base_share, options.seed)
     batch = make_batch(model, backend, slots, dtype=dtype, seed=options.seed)
-    return Session(options, backend, model, adapters, table, stack, batch)
+    return RunSetup(options, backend, model, adapters, table, stack, batch)
 
 
 def _cut(model: ModelShape, layers: int) -> ModelShape:
