@@ -9,14 +9,14 @@ needed, raised before anything is written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
-from cupylora.shapes import MAX_EXPERTS
+from cupylora.shapes import MAX_EXPERTS, MAX_LORAS
 from cupylora.worklists import (
     SLOT_ENTRY_BYTES,
     TILE_ROWS,
@@ -37,6 +37,8 @@ __all__ = [
     "check_choice",
     "check_gemm_problems",
     "check_int",
+    "check_max_loras",
+    "check_number",
     "check_routing",
     "check_row_lora",
     "check_segments",
@@ -121,8 +123,25 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """``value`` must be one of ``choices``."""
     known = tuple(choices)
-    if value not in known:
+    # An array would be compared element by element.
+    if not isinstance(value, Hashable) or value not in known:
         raise ArgumentError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
+
+
+def check_number(name: str, value: Any) -> float:
+    """``value`` as a finite float (bool refused)."""
+    try:
+        number = float(value) if not isinstance(value, str | bytes | bool | np.bool_) else np.nan
+    except (TypeError, ValueError, OverflowError):
+        number = np.nan
+    if not np.isfinite(number):
+        raise ArgumentError(f"{name} is {value!r}; a finite number is needed")
+    return number
+
+
+def check_max_loras(max_loras: Any) -> int:
+    """Number of slots: 1 to MAX_LORAS, so that sort keys of (expert, slot) fit 32 bits."""
+    return check_int("max_loras", max_loras, 1, MAX_LORAS)
 
 
 def check_tile_rows(tile_rows: Any) -> int:
@@ -258,16 +277,25 @@ def check_slices(slices: Sequence[LoraSlice], width: int, name: str = "slices") 
     """Every slice's columns lie within the ``width`` columns of y, and no two slices share one."""
     if not slices:
         raise ArgumentError(f"{name} is empty; at least one LoraSlice is needed")
-    taken = np.zeros(width, dtype=bool)
+    ranges: list[range] = []
     for index, part in enumerate(slices):
         label = f"{name}[{index}]"
+        if not isinstance(part, LoraSlice):
+            raise ArgumentError(f"{label} is a {type(part).__name__}; a LoraSlice is needed")
         out = check_int(f"{label}.out_features", part.out_features, 1)
         first = check_int(f"{label}.y_column", part.y_column, 0)
         step = check_int(f"{label}.y_stride", part.y_stride, 1)
-        last = first + (out - 1) * step
-        if last >= width:
-            raise ArgumentError(f"{label} ends at column {last}; y has {width} columns")
-        columns = taken[first : last + 1 : step]
-        if columns.any():
+        columns = range(first, first + (out - 1) * step + 1, step)
+        if columns[-1] >= width:
+            raise ArgumentError(f"{label} ends at column {columns[-1]}; y has {width} columns")
+        if any(_share_a_column(columns, taken) for taken in ranges):
             raise ArgumentError(f"{label} shares columns of y with an earlier slice")
-        columns[:] = True
+        ranges.append(columns)
+
+
+def _share_a_column(a: range, b: range) -> bool:
+    if a[-1] < b.start or b[-1] < a.start:
+        return False
+    if a.step == b.step:
+        return (a.start - b.start) % a.step == 0
+    return any(column in a for column in b)

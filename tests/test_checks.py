@@ -15,6 +15,8 @@ from cupylora.checks import (
     check_array,
     check_choice,
     check_int,
+    check_max_loras,
+    check_number,
     check_routing,
     check_slices,
     check_status,
@@ -129,3 +131,35 @@ def test_the_reference_needs_neither_cupy_nor_cuda() -> None:
         "sys.exit(any(n.split('.')[0] in ('cupy', 'cuda', 'torch', 'scipy') for n in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_slices_share_no_column() -> None:
+    check_slices([LoraSlice(4, 0, 2), LoraSlice(4, 1, 2)], 8)
+    check_slices([LoraSlice(2**40, 0), LoraSlice(1, 2**40)], 2**41)
+    for parts in (
+        [LoraSlice(4, 0), LoraSlice(4, 3)],
+        [LoraSlice(4, 0, 2), LoraSlice(2, 2, 2)],
+        [LoraSlice(3, 0, 2), LoraSlice(3, 0, 3)],
+        [LoraSlice(8, 0), LoraSlice(1, 5, 7)],
+    ):
+        with pytest.raises(ArgumentError, match="shares columns"):
+            check_slices(parts, 64)
+    with pytest.raises(ArgumentError, match="int; a LoraSlice is needed"):
+        check_slices([5], 64)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("value", [0, 4097, 2**60, 1.5, True])
+def test_number_of_slots_is_bounded(value: Any) -> None:
+    with pytest.raises(ArgumentError, match="max_loras"):
+        check_max_loras(value)
+
+
+@pytest.mark.parametrize("value", [None, "a", float("nan"), float("inf"), True, 10**400])
+def test_numbers_must_be_finite(value: Any) -> None:
+    with pytest.raises(ArgumentError, match="alpha is"):
+        check_number("alpha", value)
+
+
+def test_choices_are_not_compared_with_arrays() -> None:
+    with pytest.raises(ArgumentError, match="kind is array"):
+        check_choice("kind", np.zeros(2), ("silu",))

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 3)
           }
         }
       };
-      // B of a step is fetched one step ahead; of the first before h is waited for.
+      // B of a step is fetched before its h is waited for.
       BOperand w;
       fetch(w, 4 * t);
       float acc[NT][kMTiles][4] = {};
@@ -264,8 +264,6 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
         for (int s = 0; s < kHeld; ++s) {
           if (base + s * kRankStep >= rank) break;
-          BOperand ahead;
-          fetch(ahead, base + (s + 1) * kRankStep + 4 * t);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
             const Terms& h_terms = terms[s][nt];
@@ -278,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 3)
                            h_terms.lo.y);
             }
           }
-          w = ahead;
+          fetch(w, base + (s + 1) * kRankStep + 4 * t);
         }
       }
 #pragma unroll

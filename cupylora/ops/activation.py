@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from cupylora import reference
-from cupylora.checks import FLOATS, check_array, check_choice, check_routing
+from cupylora.checks import FLOATS, check_array, check_choice, check_number, check_routing
 from cupylora.errors import ArgumentError
 from cupylora.ops._device import address, blocks_for, device_op, enqueue, kernel_dtype, output
 from cupylora.shapes import ActivationKind, GateUpLayout
@@ -36,6 +36,7 @@ def activation(
     check_choice("kind", kind, _KINDS)
     check_choice("layout", layout, _LAYOUTS)
     check_choice("rows", rows, ("pair", "row"))
+    alpha, limit = check_number("alpha", alpha), check_number("limit", limit)
     if kind == "swiglu_oai" and not gated:
         raise ArgumentError("kind 'swiglu_oai' is a gated activation; gated=True is needed")
     if routing is not None:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from cupylora import reference
-from cupylora.checks import INT32, check_array, check_int, check_routing, check_tile_rows
+from cupylora.checks import (
+    INT32,
+    check_array,
+    check_int,
+    check_max_loras,
+    check_routing,
+    check_tile_rows,
+)
 from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
@@ -44,7 +51,7 @@ def build_segments(
     workspace: Array | None = None,
     status: Array | None = None,
 ) -> Segments:
-    max_loras = check_int("max_loras", max_loras, 1)
+    max_loras = check_max_loras(max_loras)
     tile_rows = check_tile_rows(tile_rows)
     check_routing(routing, on_device=True)
     tokens, rows = routing.num_tokens, routing.num_rows

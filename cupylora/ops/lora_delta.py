@@ -24,7 +24,7 @@ from cupylora.checks import (
     check_slices,
     check_slot_entries,
 )
-from cupylora.dtypes import FLOAT32, dtype_name
+from cupylora.dtypes import FLOAT32, dtype_name, resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
@@ -115,9 +115,14 @@ def lora_workspace_bytes(
     num_rows: int, slices: int, in_features: int, max_rank: int, dtype: Any
 ) -> int:
     """Bytes of the workspace that ``lora_delta`` takes for any R up to ``num_rows`` rows."""
+    num_rows = check_int("num_rows", num_rows, 0)
+    slices = check_int("slices", slices, 1, MAX_SLICES)
+    in_features = check_int("in_features", in_features, 1)
+    max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
+    dtype = resolve_dtype(dtype)
 
     def plan(rows: int) -> _Plan:
-        return _plan(rows, slices, in_features, max_rank, np.dtype(dtype))
+        return _plan(rows, slices, in_features, max_rank, dtype)
 
     # A batch that is split over K keeps its splits apart, so the largest of those can need more.
     largest = plan(num_rows)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cupylora import reference
-from cupylora.checks import INT32, check_array, check_choice, check_int
+from cupylora.checks import INT32, check_array, check_choice, check_int, check_max_loras
 from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
@@ -55,7 +55,7 @@ def route(
     status: Array | None = None,
 ) -> Routing:
     num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
-    max_loras = check_int("max_loras", max_loras, 1)
+    max_loras = check_max_loras(max_loras)
     start_expert = check_int("start_expert", start_expert, 0)
     check_choice("row_order", row_order, ("token_major", "k_major"))
     check_array("topk_ids", topk_ids, dtype=INT32, shape=(None, None), on_device=True)

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.checks import FLOATS, check_array, check_choice
+from cupylora.checks import FLOATS, check_array, check_choice, check_number
 from cupylora.errors import ArgumentError
 from cupylora.reference._erf import erfc
 from cupylora.reference._numeric import ieee_arithmetic, narrow, widen
@@ -53,6 +53,7 @@ def activation(
     check_choice("kind", kind, ("silu", "gelu", "relu2", "swiglu_oai"))
     check_choice("layout", layout, ("gate_first", "up_first", "interleaved"))
     check_choice("rows", rows, ("pair", "row"))
+    alpha, limit = check_number("alpha", alpha), check_number("limit", limit)
     if kind == "swiglu_oai" and not gated:
         raise ArgumentError("kind 'swiglu_oai' is a gated activation; gated=True is needed")
     valid = None if routing is None else valid_rows(routing)

@@ -8,7 +8,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.checks import INT32, check_array, check_int, check_status, check_tile_rows
+from cupylora.checks import (
+    INT32,
+    check_array,
+    check_int,
+    check_max_loras,
+    check_status,
+    check_tile_rows,
+)
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.reference._output import checked_slots, output_array
 from cupylora.reference._rows import valid_rows
@@ -41,7 +48,7 @@ def build_segments(
     max_loras; with ``status`` (int32 [1]) the latter sets STATUS_BAD_SLOT instead and the token
     counts as one of no adapter.
     """
-    max_loras = check_int("max_loras", max_loras, 1)
+    max_loras = check_max_loras(max_loras)
     tile_rows = check_tile_rows(tile_rows)
     rows = valid_rows(routing)
     check_array(

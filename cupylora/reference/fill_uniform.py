@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.checks import FLOATS, check_array
+from cupylora.checks import FLOATS, check_array, check_number
 from cupylora.errors import ArgumentError
 from cupylora.worklists import Array
 
@@ -32,6 +32,7 @@ def fill_uniform(out: Array, seed: int, scale: float) -> Array:
     check_array("out", out, dtype=FLOATS, writable=True, on_device=False)
     if not isinstance(seed, int | np.integer):
         raise ArgumentError(f"seed is {seed!r}; an integer is needed")
+    scale = check_number("scale", scale)
     flat = out.reshape(-1)
     start = np.uint64((int(seed) * _STEP) & _MASK)
     for first in range(0, flat.size, _CHUNK):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.checks import INT32, check_array, check_int
+from cupylora.checks import INT32, check_array, check_int, check_max_loras
 from cupylora.errors import ArgumentError
 from cupylora.reference._output import output_array
 from cupylora.worklists import Array
@@ -41,7 +41,7 @@ def requests_to_tokens(
     written then.
     """
     num_tokens = check_int("num_tokens", num_tokens, 0)
-    max_loras = check_int("max_loras", max_loras, 1)
+    max_loras = check_max_loras(max_loras)
     check_array("request_types", request_types, dtype=INT32, shape=(None,), on_device=False)
     shape = request_types.shape
     check_array("context_lengths", context_lengths, dtype=INT32, shape=shape, on_device=False)

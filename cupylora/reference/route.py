@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from cupylora.checks import INT32, INT64, check_array, check_choice, check_int, check_status
+from cupylora.checks import (
+    INT32,
+    INT64,
+    check_array,
+    check_choice,
+    check_int,
+    check_max_loras,
+    check_status,
+)
 from cupylora.errors import ArgumentError
 from cupylora.reference._output import checked_slots, output_array
 from cupylora.shapes import MAX_EXPERTS
@@ -45,7 +53,7 @@ def route(
     STATUS_BAD_SLOT instead and the token counts as one of no adapter.
     """
     num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
-    max_loras = check_int("max_loras", max_loras, 1)
+    max_loras = check_max_loras(max_loras)
     start_expert = check_int("start_expert", start_expert, 0)
     check_choice("row_order", row_order, ("token_major", "k_major"))
     check_array("topk_ids", topk_ids, dtype=INT32, shape=(None, None), on_device=False)
