@@ -30,20 +30,12 @@ __all__ = [
     "kernel_dtype",
     "output",
     "pack_problems",
-    "problems_output",
     "resident_blocks",
     "route_arguments",
     "status_pointer",
     "vector_aligned",
     "workspace",
 ]
-
-_PROBLEM_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("m", "n", "k"), np.int32),
-    **dict.fromkeys(("a", "b", "d"), np.uint64),
-    **dict.fromkeys(("lda", "ldb", "ldd"), np.int64),
-    "alpha": np.float32,
-}
 
 _FIRST_DEPENDENT_LAUNCH = 90
 """Compute capability from which a kernel may wait for its predecessor itself."""
@@ -198,18 +190,6 @@ def pack_problems(problems: GemmProblems, *, count: bool) -> bytes:
     fields = [f.name for f in dataclasses.fields(GemmProblems)]
     pointers = [address(getattr(problems, f)) for f in (fields if count else fields[:-1])]
     return struct.pack(f"{len(pointers)}Q", *pointers)
-
-
-def problems_output(name: str, out: GemmProblems | None, room: int) -> GemmProblems:
-    """``out``, which must have room for exactly ``room`` problems, or new arrays of that room."""
-    if out is not None and not isinstance(out, GemmProblems):
-        raise ArgumentError(f"{name} is a {type(out).__name__}; a GemmProblems is needed")
-    arrays = {}
-    for field, dtype in _PROBLEM_FIELDS.items():
-        given = None if out is None else getattr(out, field)
-        arrays[field] = output(f"{name}.{field}", given, (room,), dtype)
-    count = output(f"{name}.count", None if out is None else out.count, (1,), np.int32)
-    return GemmProblems(**arrays, count=count)
 
 
 def kernel_dtype(array: Array) -> str:

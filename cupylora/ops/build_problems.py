@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import struct
 
-import numpy as np
-
 from cupylora import reference
 from cupylora.checks import check_int, check_routing, check_row_lora
-from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
     blocks_for,
@@ -19,9 +16,9 @@ from cupylora.ops._device import (
     enqueue,
     output,
     pack_problems,
-    problems_output,
     status_pointer,
 )
+from cupylora.outputs import lora_problems_output
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import Array, LoraProblems, Routing, RowLora
 
@@ -78,7 +75,7 @@ def build_problems(
     room = max(1, routing.num_rows)
     if max_problems is not None:
         room = check_int("max_problems", max_problems, 1 if aggregate else room)
-    result = _output(out, room, split=slices > 0)
+    result = lora_problems_output(output, out, room, split=slices > 0)
     arrays = (rows.rank, rows.a_ptr, rows.b_ptr, rows.scale)
     lists = (
         struct.pack("4Q", *(address(array[module]) for array in arrays)),
@@ -100,20 +97,3 @@ def build_problems(
         all_rows = (offsets, experts, routing.num_rows, *lists, flag)
         enqueue("pointers", "problem_rows", _ROWS, grid, _THREADS, all_rows)
     return result
-
-
-def _output(out: LoraProblems | None, room: int, *, split: bool) -> LoraProblems:
-    if out is not None and not isinstance(out, LoraProblems):
-        raise ArgumentError(f"out is a {type(out).__name__}; a LoraProblems is needed")
-    if out is not None and split != (out.splitk_offsets is not None):
-        raise ArgumentError(
-            "out.splitk_offsets and splitk_slices do not go together; give both or neither"
-        )
-    offsets = None
-    if split:
-        offsets = output("out.splitk_offsets", out and out.splitk_offsets, (room + 1,), np.int64)
-    return LoraProblems(
-        problems_output("out.shrink", None if out is None else out.shrink, room),
-        problems_output("out.expand", None if out is None else out.expand, room),
-        offsets,
-    )

@@ -6,8 +6,6 @@ In: a Routing (ours or another stack's) and ``token_to_slot``. Out: Segments, th
 
 from __future__ import annotations
 
-import numpy as np
-
 from cupylora import reference
 from cupylora.checks import (
     INT32,
@@ -17,7 +15,6 @@ from cupylora.checks import (
     check_routing,
     check_tile_rows,
 )
-from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
     blocks_for,
@@ -28,6 +25,7 @@ from cupylora.ops._device import (
     status_pointer,
 )
 from cupylora.ops._device import workspace as scratch
+from cupylora.outputs import segments_output
 from cupylora.worklists import Array, Routing, Segments, tile_capacity
 
 __all__ = ["build_segments", "segments_workspace_bytes"]
@@ -58,7 +56,7 @@ def build_segments(
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(tokens,), on_device=True)
     room = max(1, rows) if max_segments is None else check_int("max_segments", max_segments, 1)
     tile_room = tile_capacity(rows, room, tile_rows)
-    result = _output(out, room, tile_room, tile_rows)
+    result = segments_output(output, out, room, tile_room, tile_rows)
 
     blocks = blocks_for(rows, _THREADS)
     summaries = None
@@ -87,23 +85,3 @@ def build_segments(
 def segments_workspace_bytes(num_rows: int) -> int:
     """Bytes of the workspace that ``build_segments`` takes for any R up to ``num_rows`` rows."""
     return blocks_for(num_rows, _THREADS) * _SUMMARY_BYTES
-
-
-def _output(out: Segments | None, room: int, tile_room: int, tile_rows: int) -> Segments:
-    if out is not None and not isinstance(out, Segments):
-        raise ArgumentError(f"out is a {type(out).__name__}; a Segments is needed")
-    if out is not None and out.tile_rows != tile_rows:
-        raise ArgumentError(f"out.tile_rows is {out.tile_rows}; {tile_rows} is needed")
-    shapes = {
-        "start": (room + 1,),
-        "expert": (room,),
-        "slot": (room,),
-        "count": (1,),
-        "tiles": (tile_room, 4),
-        "tile_count": (1,),
-    }
-    arrays = {
-        field: output(f"out.{field}", out and getattr(out, field), shape, np.int32)
-        for field, shape in shapes.items()
-    }
-    return Segments(**arrays, tile_rows=tile_rows)

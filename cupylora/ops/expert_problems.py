@@ -9,9 +9,10 @@ from cupylora.ops._device import (
     blocks_for,
     device_op,
     enqueue,
+    output,
     pack_problems,
-    problems_output,
 )
+from cupylora.outputs import problems_output
 from cupylora.worklists import GemmProblems, Routing
 
 __all__ = ["expert_problems"]
@@ -37,7 +38,7 @@ def expert_problems(
     check_routing(routing, on_device=True)
     in_features = check_int("in_features", in_features, 1)
     out_features = check_int("out_features", out_features, 1)
-    result = problems_output("out", out, routing.num_experts)
+    result = problems_output(output, out, routing.num_experts)
     args = (
         address(routing.expert_first_token_offset),
         routing.num_experts,

@@ -6,13 +6,8 @@ pair by counting; above, two stable counting sorts, by slot and then by expert.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from cupylora import reference
 from cupylora.checks import INT32, check_array, check_choice, check_int, check_max_loras
-from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
     blocks_for,
@@ -23,6 +18,7 @@ from cupylora.ops._device import (
     status_pointer,
 )
 from cupylora.ops._device import workspace as scratch
+from cupylora.outputs import routing_output
 from cupylora.shapes import MAX_EXPERTS
 from cupylora.worklists import Array, Routing, RowOrder
 
@@ -62,7 +58,8 @@ def route(
     tokens, top_k = topk_ids.shape
     check_int("topk_ids.shape[1]", top_k, 1)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(tokens,), on_device=True)
-    result = _output(
+    result = routing_output(
+        output,
         out,
         num_tokens=tokens,
         top_k=top_k,
@@ -143,21 +140,3 @@ def _sort(
         enqueue("sort", "digit_scan", _SCAN, (blocks_for(digits, 8),), 256, scan)
         tail = (totals, target, pair_to_row, first_rows)
         enqueue("sort", "digit_scatter", _SCATTER, (blocks,), _SORT_THREADS, (*head, *tail), words)
-
-
-def _output(out: Routing | None, **sizes: Any) -> Routing:
-    if out is not None and not isinstance(out, Routing):
-        raise ArgumentError(f"out is a {type(out).__name__}; a Routing is needed")
-    for field, needed in sizes.items():
-        if out is not None and getattr(out, field) != needed:
-            raise ArgumentError(f"out.{field} is {getattr(out, field)!r}; {needed!r} is needed")
-    rows, experts = sizes["num_tokens"] * sizes["top_k"], sizes["num_experts"]
-    arrays = {
-        field: output(f"out.{field}", out and getattr(out, field), shape, dtype)
-        for field, shape, dtype in (
-            ("row_to_pair", (rows,), np.int32),
-            ("pair_to_row", (rows,), np.int32),
-            ("expert_first_token_offset", (experts + 1,), np.int64),
-        )
-    }
-    return Routing(**arrays, **sizes)

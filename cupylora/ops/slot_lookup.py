@@ -5,12 +5,10 @@ In: ``token_to_slot`` and rows of the slot table. Out: a TokenLora for ``pointer
 
 from __future__ import annotations
 
-import numpy as np
-
 from cupylora import reference
 from cupylora.checks import INT32, check_array, check_choice, check_int, check_slot_entries
-from cupylora.errors import ArgumentError
 from cupylora.ops._device import address, blocks_for, device_op, enqueue, output, status_pointer
+from cupylora.outputs import token_lora_output
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import PACKED, ROW_MAJOR, Array, TokenLora
 
@@ -18,14 +16,7 @@ __all__ = ["slot_lookup"]
 
 _THREADS = 256
 _TYPES = ("ptr", "i32", "ptr", *("i32",) * 4, *("ptr",) * 6, "ptr")
-_FIELDS = {
-    "rank": np.int32,
-    "a_ptr": np.uint64,
-    "b_ptr": np.uint64,
-    "a_stride": np.int64,
-    "b_stride": np.int64,
-    "scale": np.float32,
-}
+_FIELDS = ("rank", "a_ptr", "b_ptr", "a_stride", "b_stride", "scale")
 
 
 @device_op(reference.slot_lookup)
@@ -42,15 +33,8 @@ def slot_lookup(
     check_choice("a_layout", a_layout, (ROW_MAJOR, PACKED))
     modules, max_loras = check_slot_entries("table", table, on_device=True)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(None,), on_device=True)
-    if out is not None and not isinstance(out, TokenLora):
-        raise ArgumentError(f"out is a {type(out).__name__}; a TokenLora is needed")
     tokens = len(token_to_slot)
-    result = TokenLora(
-        **{
-            f: output(f"out.{f}", out and getattr(out, f), (modules, tokens), dtype)
-            for f, dtype in _FIELDS.items()
-        }
-    )
+    result = token_lora_output(output, out, modules, tokens)
     args = (
         address(token_to_slot),
         tokens,

@@ -6,15 +6,14 @@ In: a RowLora and its Routing. Out: LoraProblems for ``grouped_gemm`` or a host'
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cupylora.checks import check_int, check_row_lora, check_status
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.errors import CapacityError
+from cupylora.outputs import lora_problems_output
 from cupylora.reference._output import checked_ranks, output_array
-from cupylora.reference._problems import problems_output
 from cupylora.reference._rows import valid_rows
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import Array, GemmProblems, LoraProblems, Routing, RowLora
@@ -80,7 +79,7 @@ def build_problems(
         splitk_slices = check_int("splitk_slices", splitk_slices, 1)
     room = max(1, routing.num_rows) if max_problems is None else max_problems
     room = check_int("max_problems", room, 1)
-    result = _output(out, room, split=splitk_slices is not None)
+    result = lora_problems_output(output_array, out, room, split=splitk_slices is not None)
 
     runs = _runs(rows, module, valid, max_rank, aggregate=aggregate, status=status)
     if len(runs) > room:
@@ -202,27 +201,3 @@ def _write_expand(problems: GemmProblems, runs: _Runs, layout: _Layout) -> None:
     problems.ldb[:count] = runs.rank
     problems.ldd[:count] = layout.ldy
     problems.alpha[:count] = runs.scale
-
-
-def _output(out: Any, room: int, *, split: bool) -> LoraProblems:
-    if out is None:
-        offsets = output_array("out.splitk_offsets", None, (room + 1,), np.int64)
-        return LoraProblems(
-            problems_output("out.shrink", None, room),
-            problems_output("out.expand", None, room),
-            offsets if split else None,
-        )
-    if not isinstance(out, LoraProblems):
-        raise ArgumentError(f"out is a {type(out).__name__}; a LoraProblems is needed")
-    if split != (out.splitk_offsets is not None):
-        held, asked = ("no", "are") if split else ("its", "are not")
-        raise ArgumentError(
-            f"out has {held} splitk_offsets, but split-K offsets {asked} asked for (splitk_slices)"
-        )
-    if split:
-        output_array("out.splitk_offsets", out.splitk_offsets, (room + 1,), np.int64)
-    return LoraProblems(
-        problems_output("out.shrink", out.shrink, room),
-        problems_output("out.expand", out.expand, room),
-        out.splitk_offsets,
-    )

@@ -16,7 +16,8 @@ from cupylora.checks import (
     check_status,
     check_tile_rows,
 )
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.errors import CapacityError
+from cupylora.outputs import segments_output
 from cupylora.reference._output import checked_slots, output_array
 from cupylora.reference._rows import valid_rows
 from cupylora.worklists import Array, Routing, Segments, tile_capacity
@@ -58,7 +59,7 @@ def build_segments(
     room = max(1, routing.num_rows) if max_segments is None else max_segments
     room = check_int("max_segments", room, 1)
     tile_room = tile_capacity(routing.num_rows, room, tile_rows)
-    result = _output(out, room, tile_room, tile_rows)
+    result = segments_output(output_array, out, room, tile_room, tile_rows)
 
     slots = checked_slots(token_to_slot, max_loras, status)[rows.token]
     starts = _run_starts(rows.expert, slots)
@@ -98,19 +99,3 @@ def _tiles(segments: Segments, count: int) -> npt.NDArray[np.int32]:
     rows = np.minimum(stop[owner] - first, segments.tile_rows)
     columns = (first, rows, segments.expert[mine][owner], segments.slot[mine][owner])
     return np.stack(columns, axis=1).astype(np.int32)
-
-
-def _output(out: Segments | None, room: int, tile_room: int, tile_rows: int) -> Segments:
-    if out is not None and not isinstance(out, Segments):
-        raise ArgumentError(f"out is a {type(out).__name__}; a Segments is needed")
-    if out is not None and out.tile_rows != tile_rows:
-        raise ArgumentError(f"out.tile_rows is {out.tile_rows}; {tile_rows} is needed")
-    return Segments(
-        start=output_array("out.start", out and out.start, (room + 1,), INT32),
-        expert=output_array("out.expert", out and out.expert, (room,), INT32),
-        slot=output_array("out.slot", out and out.slot, (room,), INT32),
-        count=output_array("out.count", out and out.count, (1,), INT32),
-        tiles=output_array("out.tiles", out and out.tiles, (tile_room, 4), INT32),
-        tile_count=output_array("out.tile_count", out and out.tile_count, (1,), INT32),
-        tile_rows=tile_rows,
-    )

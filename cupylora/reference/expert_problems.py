@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from cupylora.checks import check_int
-from cupylora.reference._problems import problems_output
+from cupylora.outputs import problems_output
+from cupylora.reference._output import output_array
 from cupylora.reference._rows import valid_rows
 from cupylora.worklists import GemmProblems, Routing
 
@@ -48,7 +49,7 @@ def expert_problems(
     out_features = check_int("out_features", out_features, 1)
     ldx = check_int("ldx", in_features if ldx is None else ldx, in_features)
     ldy = check_int("ldy", out_features if ldy is None else ldy, out_features)
-    result = problems_output("out", out, experts)
+    result = problems_output(output_array, out, experts)
     first = routing.expert_first_token_offset[:-1].astype(np.uint64)
     result.m[:] = np.diff(routing.expert_first_token_offset)
     result.n[:] = out_features

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupylora.checks import check_token_lora
-from cupylora.errors import ArgumentError
+from cupylora.outputs import row_lora_output
 from cupylora.reference._output import output_array
 from cupylora.reference._rows import valid_rows
 from cupylora.worklists import Routing, RowLora, TokenLora
@@ -28,7 +28,7 @@ def pointer_expand(routing: Routing, tokens: TokenLora, *, out: RowLora | None =
     rows = valid_rows(routing)
     modules = check_token_lora(tokens, routing.num_tokens, on_device=False)
     count = len(rows)
-    result = _output(out, modules, routing.num_rows)
+    result = row_lora_output(output_array, out, modules, routing.num_rows)
     result.token[:count], result.token[count:] = rows.token, -1
     result.expert[:count], result.expert[count:] = rows.expert, -1
     result.rank[:, :count], result.rank[:, count:] = tokens.rank[:, rows.token], 0
@@ -45,17 +45,3 @@ def pointer_expand(routing: Routing, tokens: TokenLora, *, out: RowLora | None =
     result.scale[:, :count] = np.where(has_lora, tokens.scale[:, rows.token], np.float32(0))
     result.scale[:, count:] = 0
     return result
-
-
-def _output(out: RowLora | None, modules: int, rows: int) -> RowLora:
-    if out is not None and not isinstance(out, RowLora):
-        raise ArgumentError(f"out is a {type(out).__name__}; a RowLora is needed")
-    one, per_module = (rows,), (modules, rows)
-    return RowLora(
-        token=output_array("out.token", out and out.token, one, np.int32),
-        expert=output_array("out.expert", out and out.expert, one, np.int32),
-        rank=output_array("out.rank", out and out.rank, per_module, np.int32),
-        a_ptr=output_array("out.a_ptr", out and out.a_ptr, per_module, np.uint64),
-        b_ptr=output_array("out.b_ptr", out and out.b_ptr, per_module, np.uint64),
-        scale=output_array("out.scale", out and out.scale, per_module, np.float32),
-    )

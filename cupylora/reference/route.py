@@ -6,20 +6,17 @@ In: ``topk_ids`` and ``token_to_slot``. Out: a Routing, read by ``build_segments
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupylora.checks import (
     INT32,
-    INT64,
     check_array,
     check_choice,
     check_int,
     check_max_loras,
     check_status,
 )
-from cupylora.errors import ArgumentError
+from cupylora.outputs import routing_output
 from cupylora.reference._output import checked_slots, output_array
 from cupylora.shapes import MAX_EXPERTS
 from cupylora.worklists import Array, Routing, RowOrder
@@ -61,7 +58,8 @@ def route(
     check_int("topk_ids.shape[1]", top_k, 1)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(tokens,), on_device=False)
     check_status(status, on_device=False)
-    result = _output(
+    result = routing_output(
+        output_array,
         out,
         num_tokens=tokens,
         top_k=top_k,
@@ -87,24 +85,3 @@ def route(
         np.bincount(experts[ours], minlength=num_experts), out=result.expert_first_token_offset[1:]
     )
     return result
-
-
-def _output(out: Routing | None, **sizes: Any) -> Routing:
-    rows, experts = sizes["num_tokens"] * sizes["top_k"], sizes["num_experts"]
-    if out is not None:
-        if not isinstance(out, Routing):
-            raise ArgumentError(f"out is a {type(out).__name__}; a Routing is needed")
-        for field, needed in sizes.items():
-            if getattr(out, field) != needed:
-                raise ArgumentError(f"out.{field} is {getattr(out, field)!r}; {needed!r} is needed")
-    return Routing(
-        output_array("out.row_to_pair", out and out.row_to_pair, (rows,), INT32),
-        output_array("out.pair_to_row", out and out.pair_to_row, (rows,), INT32),
-        output_array(
-            "out.expert_first_token_offset",
-            out and out.expert_first_token_offset,
-            (experts + 1,),
-            INT64,
-        ),
-        **sizes,
-    )

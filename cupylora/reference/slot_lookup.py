@@ -19,6 +19,7 @@ from cupylora.checks import (
     check_status,
 )
 from cupylora.errors import ArgumentError
+from cupylora.outputs import token_lora_output
 from cupylora.reference._output import checked_ranks, checked_slots, output_array
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import (
@@ -69,7 +70,7 @@ def slot_lookup(
     modules, max_loras = check_slot_entries("table", table, on_device=False)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(None,), on_device=False)
     check_status(status, on_device=False)
-    result = _output(out, (modules, len(token_to_slot)))
+    result = token_lora_output(output_array, out, modules, len(token_to_slot))
     slots = checked_slots(token_to_slot, max_loras, status)
     entries: npt.NDArray[Any] = table.view(SLOT_ENTRY)[..., 0]
     found = entries[:, np.maximum(slots, 0)]
@@ -101,13 +102,3 @@ def _readable(
         )
     status[0] |= STATUS_BAD_LAYOUT
     return np.where(bad, 0, ranks).astype(np.int32)
-
-
-def _output(out: TokenLora | None, shape: tuple[int, int]) -> TokenLora:
-    if out is not None and not isinstance(out, TokenLora):
-        raise ArgumentError(f"out is a {type(out).__name__}; a TokenLora is needed")
-    types: dict[str, type] = {"rank": np.int32, "scale": np.float32}
-    types |= {"a_ptr": np.uint64, "b_ptr": np.uint64, "a_stride": np.int64, "b_stride": np.int64}
-    return TokenLora(
-        **{f: output_array(f"out.{f}", out and getattr(out, f), shape, t) for f, t in types.items()}
-    )
