@@ -52,8 +52,10 @@ class ArrayBackend(ABC):
     def _allocate(self, make: Any, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         try:
             return make(shape, dtype)
-        except MemoryError as error:  # CuPy's is one too
+        except (MemoryError, ValueError, OverflowError) as error:  # the last two: not addressable
             needed = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+            if needed < 0:
+                raise
             raise CapacityError(
                 f"an array {shape} of {np.dtype(dtype)} needs {needed} bytes, {self.free_bytes()} "
                 f"are available on the {self.name} backend; use fewer tokens or a smaller model"

@@ -43,6 +43,8 @@ class DeviceInfo:
 
     detail: the state in a sentence. remedy: what to do about it; empty when ready.
     driver_cuda: the newest CUDA version the driver supports, (major, minor).
+    cache_folder: of the kernels; None where the environment names a home directory that is not
+    there, so that a temporary folder serves.
     """
 
     state: DeviceState
@@ -50,7 +52,7 @@ class DeviceInfo:
     remedy: str
     cupy_version: str | None
     bindings_version: str | None
-    cache_folder: Path
+    cache_folder: Path | None
     driver_cuda: tuple[int, int] | None = None
     device_count: int = 0
     name: str | None = None

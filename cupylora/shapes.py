@@ -8,13 +8,15 @@ described by one :class:`MoeShape`; where there are none, the MLP's projections 
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cupylora.errors import ArgumentError
+from cupylora.files import is_folder, read_json, reason
+from cupylora.text import listed, quoted, shown
 
 __all__ = [
     "MAX_EXPERTS",
@@ -35,26 +37,66 @@ MAX_LORAS = 4096
 ActivationKind = Literal["silu", "gelu", "relu2", "swiglu_oai"]
 GateUpLayout = Literal["gate_first", "up_first", "interleaved"]
 
+_MAX_SIZE = 2**31 - 1
+"""Of features and layers: kernels count them in int32."""
+
+
+def _check_count(where: str, value: Any, most: int = _MAX_SIZE) -> None:
+    """Raise ArgumentError unless ``value`` is an int (bool is none) from 1 to ``most``."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise ArgumentError(f"{where} is {quoted(value)}; an integer from 1 to {most} is needed")
+
+
+def _check_type(where: str, value: Any, kind: type, need: str) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{where} is {quoted(value)}; {need} is needed")
+
+
+def _check_choice(where: str, value: Any, choices: Any) -> None:
+    """``choices``: a Literal of strings."""
+    if not isinstance(value, str) or value not in get_args(choices):
+        known = ", ".join(get_args(choices))
+        raise ArgumentError(f"{where} is {quoted(value)}; one of {known} is needed")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether ``value`` is a finite real number (bool is none) within float32's range."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and abs(value) < 2.0**127 and not math.isnan(value)
+
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """One linear layer, ``y[out_features] = W x[in_features]``; ``experts`` is 1 if it is dense."""
+    """One linear layer, ``y[out_features] = W x[in_features]``; ``experts`` is 1 if it is dense.
+
+    Raises ArgumentError for a size that is no int or out of range.
+    """
 
     name: str
     in_features: int
     out_features: int
     experts: int = 1
 
+    def __post_init__(self) -> None:
+        _check_type("ModuleShape.name", self.name, str, "a string")
+        where = f"ModuleShape {quoted(self.name)}:"
+        _check_count(f"{where} in_features", self.in_features)
+        _check_count(f"{where} out_features", self.out_features)
+        _check_count(f"{where} experts", self.experts, MAX_EXPERTS)
+
 
 @dataclass(frozen=True)
 class MoeShape:
     """A routed-expert MLP.
 
-    ``gate_up_layout`` says how gate and up lie in the ``2 * intermediate`` columns of the first
-    projection's output: as halves (``gate_first``, ``up_first``) or column by column
-    (``interleaved``: gate 0, up 0, gate 1, ...). ``swiglu_oai`` is GPT-OSS's clamped form with
-    ``alpha`` and ``limit``; the other activations ignore both. ``transposed_experts`` is true where
-    the model stores expert weights as [in, out] (GPT-OSS), which adapter import needs to know.
+    ``experts`` are those of the model, of which a plan may hold a part (expert parallelism);
+    ``top_k`` of them are chosen a token, so it cannot exceed them. ``gate_up_layout`` says how gate
+    and up lie in the ``2 * intermediate`` columns of the first projection's output: as halves
+    (``gate_first``, ``up_first``) or column by column (``interleaved``: gate 0, up 0, gate 1, ...).
+    ``swiglu_oai`` is GPT-OSS's clamped form with ``alpha`` and ``limit``; the other activations
+    ignore both. ``transposed_experts`` is true where the model stores expert weights as [in, out]
+    (GPT-OSS), which adapter import needs to know.
+    Raises ArgumentError, naming the field, for a value of another type or out of range.
     """
 
     hidden: int
@@ -71,13 +113,23 @@ class MoeShape:
 
     def __post_init__(self) -> None:
         for field in ("hidden", "intermediate", "experts", "top_k"):
-            if getattr(self, field) < 1:
-                raise ArgumentError(
-                    f"MoeShape.{field} is {getattr(self, field)}; it must be at least 1"
-                )
-        if self.experts > MAX_EXPERTS:
+            most = MAX_EXPERTS if field == "experts" else _MAX_SIZE
+            _check_count(f"MoeShape.{field}", getattr(self, field), most)
+        if self.top_k > self.experts:
             raise ArgumentError(
-                f"MoeShape.experts is {self.experts}; at most {MAX_EXPERTS} are supported"
+                f"MoeShape.top_k is {self.top_k}; at most experts ({self.experts}) can be chosen"
+            )
+        _check_choice("MoeShape.activation", self.activation, ActivationKind)
+        _check_choice("MoeShape.gate_up_layout", self.gate_up_layout, GateUpLayout)
+        for field in ("gated", "expert_bias", "transposed_experts"):
+            _check_type(f"MoeShape.{field}", getattr(self, field), bool, "True or False")
+        if not _is_finite(self.alpha):
+            raise ArgumentError(
+                f"MoeShape.alpha is {quoted(self.alpha)}; a finite number is needed"
+            )
+        if not _is_finite(self.limit) or self.limit <= 0:
+            raise ArgumentError(
+                f"MoeShape.limit is {quoted(self.limit)}; a positive finite number is needed"
             )
 
     @property
@@ -101,17 +153,16 @@ class LoraLimits:
     max_rank: int = 64
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_loras <= MAX_LORAS:
-            raise ArgumentError(f"LoraLimits.max_loras is {self.max_loras}; use 1 to {MAX_LORAS}")
-        if not 1 <= self.max_rank <= MAX_RANK:
-            raise ArgumentError(f"LoraLimits.max_rank is {self.max_rank}; use 1 to {MAX_RANK}")
+        _check_count("LoraLimits.max_loras", self.max_loras, MAX_LORAS)
+        _check_count("LoraLimits.max_rank", self.max_rank, MAX_RANK)
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """One model: ``layers`` equal layers of dense groups followed by an optional MoE block.
 
-    ``dense_groups``: modules of one group share their input (q, k and v, say).
+    ``dense_groups``: modules of one group share their input (q, k and v, say). Raises ArgumentError
+    for fields of other types, sizes out of range, and groups that cannot share their input.
     """
 
     name: str
@@ -122,7 +173,20 @@ class ModelShape:
     family: str = "generic"
 
     def __post_init__(self) -> None:
-        for group in self.dense_groups:
+        for field in ("name", "family"):
+            _check_type(f"ModelShape.{field}", getattr(self, field), str, "a string")
+        _check_count("ModelShape.layers", self.layers)
+        _check_count("ModelShape.hidden", self.hidden)
+        if self.moe is not None:
+            _check_type("ModelShape.moe", self.moe, MoeShape, "a MoeShape or None")
+        groups = self.dense_groups
+        _check_type("ModelShape.dense_groups", groups, tuple, "a tuple of tuples of ModuleShape")
+        for group in groups:
+            if not (isinstance(group, tuple) and all(isinstance(m, ModuleShape) for m in group)):
+                raise ArgumentError(
+                    f"ModelShape.dense_groups holds {quoted(group)}; a tuple of ModuleShape is "
+                    "needed"
+                )
             if len({m.in_features for m in group}) != 1:
                 names = ", ".join(m.name for m in group)
                 raise ArgumentError(f"modules {names} share an input but differ in in_features")
@@ -139,12 +203,11 @@ class ModelShape:
             if module.name == name:
                 return index
         known = ", ".join(m.name for m in self.modules)
-        raise ArgumentError(f"model {self.name} has no module {name!r}; it has {known}")
+        raise ArgumentError(f"model {self.name} has no module {quoted(name)}; it has {known}")
 
     def with_layers(self, layers: int) -> ModelShape:
         """The same model cut to ``layers`` layers."""
-        if layers < 1:
-            raise ArgumentError(f"layers is {layers}; it must be at least 1")
+        _check_count("layers", layers)
         return replace(self, layers=layers)
 
 
@@ -225,25 +288,38 @@ PRESETS: dict[str, ModelShape] = {
 }
 
 
-def load_model(source: str) -> ModelShape:
-    """A preset by name, or a Hugging Face ``config.json`` by its path or its folder's."""
-    if source in PRESETS:
-        return PRESETS[source]
-    path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
+def load_model(source: str | Path) -> ModelShape:
+    """A preset by name, or a Hugging Face ``config.json`` by its path or its folder's.
+
+    Raises ArgumentError, naming the file and the key, for whatever a config lacks or gives wrongly.
+    """
+    if not isinstance(source, str | Path):
         raise ArgumentError(
-            f"model {source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json"
+            f"model is {quoted(source)}; a preset's name ({', '.join(PRESETS)}) or the path of a "
+            "config.json is needed"
         )
+    if source in PRESETS:
+        return PRESETS[str(source)]
+    path = Path(source)
+    if is_folder(path):
+        path = path / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ArgumentError(f"{path}: not a readable JSON file ({error})") from error
-    if not isinstance(config, dict):
-        raise ArgumentError(f"{path}: expected a JSON object, found {type(config).__name__}")
+        config = read_json(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArgumentError(
+            f"model {quoted(str(source))} is neither a preset ({', '.join(PRESETS)}) nor a "
+            "config.json"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"{quoted(str(path))}: cannot be read: {reason(error)}; give a model's config.json"
+        ) from error
     return _from_config(config, path)
 
+
+_MAX_HEADS = 1 << 15
+_MAX_HEAD_DIM = 1 << 15
+"""With these, heads times their width stays within _MAX_SIZE."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -261,44 +337,58 @@ class _Config:
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         self.values, self.path = values, path
 
-    def int(self, *keys: str, default: int | None = None) -> int:
-        for key in keys:
-            value = self.values.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-            if value is not None:
-                raise ArgumentError(
-                    f"{self.path}: {key} is {value!r}; a positive integer is needed"
-                )
+    def int(self, *keys: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
+        """The first of ``keys`` that is present and not null."""
+        key = self.key(*keys)
+        if key is not None:
+            value = self.values[key]
+            if type(value) is not int or not 1 <= value <= most:
+                raise self.error(key, f"a positive integer up to {most} is needed")
+            return int(value)
         if default is None:
-            raise ArgumentError(f"{self.path}: none of {', '.join(keys)} is present")
+            raise ArgumentError(f"{self.path}: none of {', '.join(keys)} is present; add one")
         return default
+
+    def key(self, *keys: str) -> str | None:
+        """The first of ``keys`` that is present and not null."""
+        return next((key for key in keys if self.values.get(key) is not None), None)
+
+    def error(self, key: str | None, need: str) -> ArgumentError:
+        """For a key whose value will not do."""
+        return ArgumentError(f"{self.path}: {key} is {quoted(self.values.get(str(key)))}; {need}")
 
 
 def _from_config(values: Mapping[str, Any], path: Path) -> ModelShape:
     config = _Config(values, path)
-    family = str(values.get("model_type", "generic"))
+    family = values.get("model_type", "generic")
+    if not isinstance(family, str):
+        raise config.error("model_type", "a string is needed")
     hidden = config.int("hidden_size")
-    heads = config.int("num_attention_heads")
+    heads = config.int("num_attention_heads", most=_MAX_HEADS)
     if family in ("deepseek_v2", "deepseek_v3") and values.get("q_lora_rank"):
         dense = _latent_attention(
             hidden,
             config.int("q_lora_rank"),
-            config.int("kv_lora_rank"),
+            config.int("kv_lora_rank", most=_MAX_SIZE // 2),
             heads,
-            config.int("qk_nope_head_dim"),
-            config.int("qk_rope_head_dim"),
-            config.int("v_head_dim"),
+            config.int("qk_nope_head_dim", most=_MAX_HEAD_DIM // 2),
+            config.int("qk_rope_head_dim", most=_MAX_HEAD_DIM // 2),
+            config.int("v_head_dim", most=_MAX_HEAD_DIM // 2),
         )
     else:
-        head_dim = config.int("head_dim", default=hidden // heads)
-        kv_heads = config.int("num_key_value_heads", default=heads)
+        if config.key("head_dim") is None and heads > hidden:
+            raise config.error(
+                "num_attention_heads",
+                f"at most hidden_size ({hidden}) can be, as there is no head_dim",
+            )
+        head_dim = config.int("head_dim", default=hidden // heads, most=_MAX_HEAD_DIM)
+        kv_heads = config.int("num_key_value_heads", default=heads, most=_MAX_HEADS)
         dense = _attention(hidden, heads * head_dim, kv_heads * head_dim)
     moe = _moe_from_config(config, family, hidden) if _has_experts(config) else None
     if moe is None:
         dense += _dense_mlp(hidden, config.int("intermediate_size"))
     return ModelShape(
-        name=path.parent.name if path.name == "config.json" else path.stem,
+        name=path.absolute().parent.name if path.name == "config.json" else path.stem,
         layers=config.int("num_hidden_layers"),
         hidden=hidden,
         dense_groups=dense,
@@ -319,34 +409,40 @@ def _has_experts(config: _Config) -> bool:
     odd = [key for key in told if "expert" in key or key.startswith("moe_")]
     if odd and not any(key in config.values for key in _EXPERT_COUNTS):
         raise ArgumentError(
-            f"{config.path}: has {', '.join(odd)}, but none of {', '.join(_EXPERT_COUNTS)}, so "
-            "that its number of experts is unknown; add one of them, or remove those for a dense "
-            "model"
+            f"{config.path}: has {listed(map(shown, odd))}, but none of "
+            f"{', '.join(_EXPERT_COUNTS)}, so that its number of experts is unknown; add one of "
+            "them, or remove those for a dense model"
         )
     return False
 
 
 def _moe_from_config(config: _Config, family: str, hidden: int) -> MoeShape:
-    experts = config.int(*_EXPERT_COUNTS)
-    top_k = config.int("num_experts_per_tok", "experts_per_token")
-    intermediate = config.int("moe_intermediate_size", "intermediate_size")
+    experts = config.int(*_EXPERT_COUNTS, most=MAX_EXPERTS)
+    chosen = ("num_experts_per_tok", "experts_per_token")
+    top_k = config.int(*chosen)
+    if top_k > experts:
+        raise config.error(
+            config.key(*chosen), f"at most {config.key(*_EXPERT_COUNTS)} ({experts}) can be chosen"
+        )
+    intermediate = config.int("moe_intermediate_size", "intermediate_size", most=_MAX_SIZE // 2)
     if family == "gpt_oss":
-        preset = PRESETS["gpt-oss-20b"].moe
-        if preset is None:
-            raise ArgumentError("the gpt-oss-20b preset has no experts")
-        limit = config.values.get("swiglu_limit", preset.limit)
-        return replace(
-            preset,
-            hidden=hidden,
-            intermediate=intermediate,
-            experts=experts,
-            top_k=top_k,
-            limit=float(limit),
-        )
-    name = str(config.values.get("hidden_act", "silu"))
-    if name not in _ACTIVATIONS:
-        raise ArgumentError(
-            f"{config.path}: hidden_act {name!r} is not supported; "
-            f"use one of {', '.join(_ACTIVATIONS)}"
-        )
+        return _gpt_oss(config, MoeShape(hidden, intermediate, experts, top_k))
+    name = config.values.get("hidden_act", "silu")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise config.error("hidden_act", f"one of {', '.join(_ACTIVATIONS)} is needed")
     return MoeShape(hidden, intermediate, experts, top_k, activation=_ACTIVATIONS[name])
+
+
+def _gpt_oss(config: _Config, sizes: MoeShape) -> MoeShape:
+    """GPT-OSS's experts of these sizes."""
+    limit = config.values.get("swiglu_limit", sizes.limit)
+    if not _is_finite(limit) or limit <= 0:
+        raise config.error("swiglu_limit", "a positive finite number is needed")
+    return replace(
+        sizes,
+        activation="swiglu_oai",
+        gate_up_layout="interleaved",
+        expert_bias=True,
+        transposed_experts=True,
+        limit=float(limit),
+    )

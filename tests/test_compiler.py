@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from cupylora.compiler import (
     ARCHITECTURES,
@@ -29,10 +30,12 @@ from cupylora.compiler import (
 from cupylora.compiler import cache as cache_module
 from cupylora.compiler.cache import CubinCache, cache_dir, cache_key
 from cupylora.compiler.check import check_program, problems
+from cupylora.compiler.check import main as check_main
 from cupylora.compiler.inspection import report
 from cupylora.compiler.kernel import Kernel
 from cupylora.compiler.nvrtc import Compiled, compile_program, options_for
 from cupylora.compiler.sources import read_sources
+from cupylora.device import probe
 from cupylora.errors import (
     ArgumentError,
     CompileError,
@@ -189,7 +192,19 @@ def test_header_edit_compiles_again(sources: Path, tmp_path: Path, compilations:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("damage", ["torn cubin", "no cubin", "torn description", "foreign json"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "torn cubin",
+        "no cubin",
+        "torn description",
+        "foreign json",
+        "deep json",
+        "other names",
+        "fewer kernels",
+        "names of no type",
+    ],
+)
 def test_damaged_entry_is_compiled_again(
     damage: str, sources: Path, tmp_path: Path, compilations: list[str]
 ) -> None:
@@ -203,6 +218,19 @@ def test_damaged_entry_is_compiled_again(
         cubin.unlink()
     elif damage == "torn description":
         description.write_bytes(description.read_bytes()[:-9])
+    elif damage == "deep json":
+        description.write_text("[" * 200_000)
+    elif damage == "other names":
+        names = good.lowered["float"], good.lowered["double"]
+        swapped = description.read_text().replace(names[0], "@").replace(names[1], names[0])
+        description.write_text(swapped.replace("@", names[1]))
+    elif damage in ("fewer kernels", "names of no type"):
+        fields = json.loads(description.read_text())
+        lowered = {"float": good.lowered["float"]} if damage == "fewer kernels" else 5
+        fields["lowered"] = lowered
+        if isinstance(lowered, dict):
+            fields["sha256"] = cache_module._digest(content, lowered, good.log)
+        description.write_text(json.dumps(fields))
     else:
         description.write_text(json.dumps(["not", "an", "entry"]))
     again = cache.get(SCALE, "sm_80")
@@ -210,6 +238,49 @@ def test_damaged_entry_is_compiled_again(
     assert again.path.read_bytes() == content
     assert cache.get(SCALE, "sm_80") == again
     assert compilations == ["scale", "scale"]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
+def test_a_folder_in_an_entrys_place(
+    suffix: str, sources: Path, tmp_path: Path, compilations: list[str]
+) -> None:
+    """It is left alone; the kernels go to a temporary folder."""
+    cache = CubinCache(tmp_path / "cache", sources)
+    good = cache.get(SCALE, "sm_80")
+    content, place = good.path.read_bytes(), good.path.with_suffix(suffix)
+    place.unlink()
+    (place / "of the user").mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match=r"cannot be written .*CUPYLORA_CACHE_DIR"):
+        again = cache.get(SCALE, "sm_80")
+    assert again.path.read_bytes() == content
+    assert again.lowered == good.lowered
+    assert not again.path.is_relative_to(tmp_path)
+    assert cache.get(SCALE, "sm_80") == again
+    assert compilations == ["scale", "scale"]
+    assert (place / "of the user").is_dir()
+
+
+@pytest.mark.parametrize("folder", ["~nosuchuser/x", "~nosuchuser"])
+def test_cache_in_no_home_directory(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPYLORA_CACHE_DIR", folder)
+    monkeypatch.chdir(tmp_path)
+    assert cache_dir() is None
+    assert probe().cache_folder is None
+    with pytest.warns(RuntimeWarning, match=r"no home directory.*set CUPYLORA_CACHE_DIR"):
+        cache = CubinCache(cache_dir(), tmp_path)
+    assert cache.folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arch", ["", "sm_80,", "foo", "sm_", "80", "sm_80;sm_90a"])
+def test_check_refuses_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cupylora.compiler.check._run", None)
+    result = CliRunner().invoke(check_main, ["--arch", arch])
+    assert result.exit_code == 2
+    assert f"--arch {arch!r}: use sm_80, sm_90a, sm_100, sm_120" in result.output
 
 
 @pytest.mark.nvrtc

@@ -36,14 +36,15 @@ from cupylora.cli._oracle import (
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.layers.batch import make_batch, mixed_slots
-from cupylora.layers.moe import STAGES, MoeLora
+from cupylora.layers.dense import DenseLora, dense_needs
+from cupylora.layers.moe import STAGES, MoeLora, moe_needs
 from cupylora.layers.plan import BatchPlan
 from cupylora.layers.stack import STACK_STAGES, LayerStack, base_weight_bytes
 from cupylora.layers.workspace import Workspace, lora_needs
 from cupylora.ops import activation, expert_problems, finalize, grouped_gemm, permute_rows
 from cupylora.ops.lora_delta import lora_workspace_bytes
 from cupylora.reference.oracle import BaseExperts, moe_layer_oracle
-from cupylora.shapes import ModelShape, ModuleShape, MoeShape
+from cupylora.shapes import PRESETS, ModelShape, ModuleShape, MoeShape
 from cupylora.worklists import Routing
 
 QKV = (ModuleShape("q_proj", 40, 96), ModuleShape("k_proj", 40, 32), ModuleShape("v_proj", 40, 33))
@@ -221,6 +222,138 @@ def test_dense_refusals(backend: ArrayBackend) -> None:
         lora.add(x, y, moe_plan)
     with pytest.raises(ArgumentError, match="shares columns"):
         dense_layer(backend, table, QKV, columns=[0, 95, 200])
+    for columns, message in (
+        ([0, 96.5, 128], r"columns\[1\] is 96.5"),
+        ([0, 2**45, 128], rf"columns\[1\] is {2**45}"),
+        ([0, -1, 128], r"columns\[1\] is -1"),
+        ([0, True, 128], r"columns\[1\] is True"),
+        ([0, 96], "columns has 2 entries"),
+        (5, "columns is a int"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            dense_layer(backend, table, QKV, columns=columns)  # type: ignore[arg-type]
+
+
+def test_what_is_no_output_is_refused(backend: ArrayBackend) -> None:
+    model = model_of()
+    table = make_table(backend, model, adapters_of(model), "float32")
+    lora, plan = dense_layer(backend, table, QKV)
+    x = backend.zeros((6, 40), np.float32)
+    plan.update(backend.zeros(6, np.int32))
+    for y in (None, 5, "y", {}, (a for a in ())):
+        with pytest.raises(ArgumentError, match="y is a "):
+            lora.add(x, y, plan)  # type: ignore[arg-type]
+    for y in ([None] * 3, [x, 5, x], [1.0, 2.0, 3.0]):
+        with pytest.raises(ArgumentError, match=r"y\[0\]"):
+            lora.add(x, y, plan)
+
+
+def test_dense_layers_that_cannot_be(backend: ArrayBackend) -> None:
+    # Its v_proj and o_proj are neighbours of equal in_features.
+    model = PRESETS["tiny-moe"].with_layers(1)
+    table = make_table(backend, model, {}, "float32")
+    sizes: dict[str, Any] = {"max_tokens": 4, "max_rank": 8, "dtype": "float32"}
+    qkv = model.dense_groups[0]
+    room = Workspace(backend, [dense_needs(backend, qkv, **sizes)])
+    for layer in (0.5, True, None, -1, 1):
+        with pytest.raises(ArgumentError, match="layer"):
+            DenseLora.of_table(table, layer, ["q_proj"], room)  # type: ignore[arg-type]
+    for names, message in (
+        (["v_proj", "o_proj"], "v_proj, o_proj of tiny-moe are not dense modules that share"),
+        (["up_proj"], "up_proj of tiny-moe are not dense"),
+        ([], "not neighbours"),
+        ("q_proj", "names is a str"),
+        (["q_proj", 5], "no module 5"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            DenseLora.of_table(table, 0, names, room)
+    DenseLora.of_table(table, 0, ["k_proj", "v_proj"], room)
+    entries, made = table.entries_of(0, ["q_proj"]), {"max_rank": 8, "dtype": "float32"}
+    with pytest.raises(ArgumentError, match="workspace is a NoneType"):
+        DenseLora(qkv[:1], entries, None, **made)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="workspace is a NoneType"):
+        MoeLora(SILU, table.entries_of(0, ["gate_proj"]), None, **made)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="table is a NoneType"):
+        DenseLora.of_table(None, 0, ["q_proj"], room)  # type: ignore[arg-type]
+    for modules, message in (
+        ([], "modules has 0 entries"),
+        (["q_proj"], r"modules\[0\] is a str"),
+        (None, "modules is a NoneType"),
+        ([*qkv, ModuleShape("o_proj", 32, 64)], "share one in_features"),
+        (model.modules[4:5], "must be dense"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            dense_needs(backend, modules, **sizes)  # type: ignore[arg-type]
+    for change in ({"max_tokens": 1.5}, {"max_tokens": -1}, {"max_rank": 0}, {"max_rank": 513}):
+        name = next(iter(change))
+        with pytest.raises(ArgumentError, match=f"{name} is"):
+            dense_needs(backend, qkv, **(sizes | change))
+        with pytest.raises(ArgumentError, match=f"{name} is"):
+            moe_needs(backend, SILU, **(sizes | change))
+
+
+# --- plan --------------------------------------------------------------------------------------
+
+
+def test_plan_sizes() -> None:
+    backend = open_backend("numpy")
+    for options, message in (
+        ({"max_loras": 4097}, "max_loras is 4097; 1 to 4096"),
+        ({"max_tokens": 1 << 20, "top_k": 1 << 12}, r"max_tokens \* top_k is"),
+        ({"max_tokens": 1.0}, "max_tokens is 1.0"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            BatchPlan(backend, **({"max_tokens": 4, "max_loras": 2} | options))
+    BatchPlan(backend, max_tokens=1, max_loras=4096)
+
+
+def adoptable(slots: list[int]) -> tuple[Routing, Array]:
+    """Another stack's rows: all of expert 0 of two, tokens in reverse order."""
+    order = np.arange(len(slots), dtype=np.int32)[::-1].copy()
+    offsets = np.array([0, len(slots), len(slots)], np.int64)
+    return (
+        Routing(order, np.argsort(order).astype(np.int32), offsets, len(slots), 1, 2),
+        np.array(slots, np.int32),
+    )
+
+
+@pytest.mark.parametrize("how", ["adopt", "update"])
+def test_a_failed_plan_is_empty_until_it_is_updated(how: str) -> None:
+    """Never the new rows with the old segments, nor lists half written over."""
+    backend = open_backend("numpy")
+    plan = BatchPlan(backend, max_tokens=6, max_loras=2, experts=2, any_order=True)
+    plan.adopt(*adoptable([0, 0, 1, 1]))
+    assert int(plan.segments.count[0]) == 2
+    bad = np.array([0, 1, 0, 2], np.int32)
+    calls = {
+        "adopt": lambda: plan.adopt(adoptable([0, 1, 0, 2])[0], bad),
+        "update": lambda: plan.update(bad, np.zeros((4, 1), np.int32)),
+    }
+    with pytest.raises(ArgumentError, match=r"token_to_slot\[3\] is 2"):
+        calls[how]()
+    for name in ("routing", "segments", "num_tokens", "num_rows"):
+        with pytest.raises(ArgumentError, match="failed; call update first"):
+            getattr(plan, name)
+    plan.adopt(*adoptable([0, 1, 0, 1]))
+    assert int(plan.segments.count[0]) == 4
+
+
+def test_arguments_refused_at_once_leave_a_plan_as_it_was() -> None:
+    backend = open_backend("numpy")
+    plan = BatchPlan(backend, max_tokens=6, max_loras=2, experts=2, any_order=True)
+    routing, slots = adoptable([0, 0, 1, 1])
+    plan.adopt(routing, slots)
+    for call in (
+        lambda: plan.adopt(routing, slots[:3]),
+        lambda: plan.adopt(None, slots),  # type: ignore[arg-type]
+        lambda: plan.update(slots),
+        lambda: plan.update(slots.astype(np.int64), np.zeros((4, 1), np.int32)),
+        lambda: plan.update(slots, np.zeros((3, 1), np.int32)),
+    ):
+        with pytest.raises(ArgumentError):
+            call()
+        assert plan.routing is routing
+        assert int(plan.segments.count[0]) == 2
 
 
 def test_bad_slot_is_reported(backend: ArrayBackend) -> None:

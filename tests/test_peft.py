@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save, save_file
 
+from cupylora.adapters.path_pattern import PathPattern
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.safetensors_file import read_safetensors
-from cupylora.errors import AdapterFormatError
+from cupylora.errors import AdapterFormatError, ArgumentError
 from cupylora.shapes import PRESETS, ModelShape, ModuleShape
 
 TOY = files.model()
@@ -86,18 +91,106 @@ def test_unmatched_pattern_is_named(key: str, tmp_path: Path) -> None:
 
 
 def test_rank_differs_between_layers(tmp_path: Path) -> None:
-    """Case 3: the tensors' ranks count, and each gives its own scale."""
-    folder = write(tmp_path, q_tensors(8, 0) | q_tensors(32, 1), r=8, lora_alpha=24)
-    adapter = read_adapter(folder, TOY)
+    """Case 3: each tensor's rank gives its scale, if the config explains it."""
+    tensors = q_tensors(8, 0) | q_tensors(32, 1)
+    explained = {"r": 8, "lora_alpha": 24, "rank_pattern": {r"layers\.1\..*q_proj": 32}}
+    adapter = read_adapter(write(tmp_path, tensors, **explained), TOY)
     assert adapter.ranks == (8, 32)
     assert [f.scale for f in adapter.factors.values()] == [3, 0.75]
+    message = refused(write(tmp_path, tensors, **{**explained, "rank_pattern": {}}))
+    for words in ("r is 8", "layers.1.self_attn.q_proj", "rank 32", "rank_pattern", "correct r"):
+        assert words in message
+
+
+def test_rank_that_contradicts_the_tensors(tmp_path: Path) -> None:
+    """alpha / 16 is not alpha / 4; without r nothing is contradicted."""
+    message = refused(write(tmp_path, q_tensors(4), r=16))
+    assert "r is 16" in message
+    assert "rank 4" in message
+    experts = files.expert_factors(TOY.moe, 3)
+    for form in (files.per_expert, files.three_dimensional):
+        assert "has rank 3" in refused(write(tmp_path, form(experts, 0)))
+    stacked = files.stacked(TOY.moe, experts, 0)
+    assert "has rank 3" in refused(write(tmp_path, stacked, peft_version="0.21.2"))
+    [factors] = read_adapter(write(tmp_path, q_tensors(), r=None), TOY).factors.values()
+    assert factors.scale == 1.5
 
 
 def test_rank_pattern_that_contradicts_the_tensor(tmp_path: Path) -> None:
     message = refused(write(tmp_path, q_tensors(4), rank_pattern={"q_proj": 6}))
     assert "rank 6" in message
-    assert "has 4" in message
+    assert "has rank 4" in message
     assert "q_proj" in message
+
+
+HOSTILE = "((.)*)*(.*)*(.*)*Z"
+
+
+@pytest.mark.parametrize(
+    "key", [HOSTILE, "(.|.)" * 40 + "Z", "(((.{9}){9}){9}){9}", ".*" * 90 + "Z"]
+)
+@pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
+def test_no_pattern_takes_long(setting: str, key: str, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    message = refused(write(tmp_path, q_tensors() | q_tensors(layer=1), **{setting: {key: 4}}))
+    assert time.perf_counter() - start < 2
+    assert setting in message
+    assert key[:20] in message
+
+
+ATOMS = st.sampled_from(
+    ["a", "b", "1", ".", r"\.", r"\w", r"\d", "[ab]", "[^a]", "(a|b1)", "(?:ab)", "^", "$"]
+)
+PIECES = st.tuples(ATOMS, st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,2}", "{1,}", "*?"]))
+KEY = st.lists(PIECES, min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    key=st.lists(KEY, min_size=1, max_size=3),
+    paths=st.lists(st.from_regex(r"[ab1]{1,3}(\.[ab1]{1,3}){0,2}", fullmatch=True), max_size=5),
+)
+def test_patterns_match_as_peft_matches_them(
+    key: list[list[tuple[str, str]]], paths: list[str]
+) -> None:
+    bare = [[(atom, "" if atom in "^$" else repeat) for atom, repeat in part] for part in key]
+    text = "|".join("".join(atom + repeat for atom, repeat in part) for part in bare)
+    pattern = PathPattern(text)
+    for path in paths:
+        assert pattern.matches(path) == bool(re.match(rf"(.*\.)?({text})$", path)), path
+
+
+def test_repeated_keys_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, q_tensors())
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 4', '"r": 4, "r": 8'))
+    assert "'r' appears twice" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.index.json"],
+)
+def test_a_fifo_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, q_tensors())
+    if name.endswith("index.json"):
+        (folder / "adapter_model.safetensors").unlink()
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    message = refused(folder)
+    assert name in message
+    assert "not a regular file" in message
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"r": ' + "9" * 5000 + "}", "[1]", "", '{"r": 4', "\xff"], ids=len
+)
+def test_configs_that_are_no_json(text: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, q_tensors())
+    (folder / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    message = refused(folder)
+    assert "adapter_config.json" in message
+    assert len(message) < 500 + len(str(folder))
 
 
 # Names
@@ -139,6 +232,11 @@ def test_zero_matches_is_an_error(tmp_path: Path) -> None:
         "layers.0.mlp.shared_experts.up_proj",
         "layers.0.mlp.experts.4.up_proj",  # it has four
         "layers.0.mlp.experts.base_layer.base_layer",
+        "layers.0.mlp.q_proj",
+        "layers.00.self_attn.q_proj",
+        "layers.\u0660.self_attn.q_proj",
+        "layers.0.mlp.experts.03.up_proj",
+        "layers.0.mlp.experts.\uff13.up_proj",
     ],
 )
 def test_what_would_be_lost_is_listed(path: str, tmp_path: Path) -> None:
@@ -190,6 +288,16 @@ def test_refused_tensors_are_each_named(tmp_path: Path) -> None:
         {"rank_pattern": {"q_proj": 2.5}},
         {"alpha_pattern": ["q_proj"]},
         {"alpha_pattern": {"(": 3}},
+        {"r": "banana"},
+        {"r": 4.5},
+        {"r": True},
+        {"r": 0},
+        {"rank_pattern": {"x" * 257: 4}},
+        {"rank_pattern": {r"(q)_proj\1": 4}},
+        {"rank_pattern": {"(?=q)q_proj": 4}},
+        {"rank_pattern": {"(?i)q_proj": 4}},
+        {"rank_pattern": {f"key{i}": 4 for i in range(5000)}},
+        {"use_rslora": 1},
     ],
     ids=str,
 )
@@ -197,6 +305,20 @@ def test_refused_settings_are_named(setting: dict[str, Any], tmp_path: Path) -> 
     [(key, value)] = setting.items()
     message = refused(write(tmp_path, q_tensors(), **setting))
     assert (key in message) or (isinstance(value, dict) and next(iter(value)) in message)
+
+
+def test_names_in_messages_are_escaped_and_few(tmp_path: Path) -> None:
+    one = np.ones((4, 4), np.float32)
+    message = refused(write(tmp_path, {f"\x1b[31m{i}\n": one for i in range(30)}))
+    assert "30 of 30 tensors" in message
+    assert r"'\x1b[31m0\n'" in message
+    assert "and 20 more" in message
+    assert message.isprintable()
+    assert len(refused(write(tmp_path, {"x" * 100_000: one}))) < 1000
+    patterns = {f"\x1bkey{i}": 4 for i in range(50)}
+    message = refused(write(tmp_path, q_tensors(), alpha_pattern=patterns))
+    assert "and 40 more" in message
+    assert message.isprintable()
 
 
 def test_half_a_pair(tmp_path: Path) -> None:
@@ -253,7 +375,7 @@ def test_forms_of_experts_agree(layout: str, version: str | None, tmp_path: Path
     }
     for name, tensors in forms.items():
         config = {"peft_version": version} if version else {}
-        factors = read_adapter(write(tmp_path / name, tensors, **config), toy).factors
+        factors = read_adapter(write(tmp_path / name, tensors, r=3, **config), toy).factors
         assert list(factors) == [(1, "gate_proj"), (1, "up_proj"), (1, "down_proj")]
         assert factors[1, "gate_proj"].a is factors[1, "up_proj"].a
         for module, expected in experts.items():
@@ -274,7 +396,7 @@ def only(tensors: Tensors, inner: bool) -> Tensors:
 def test_single_stacked_parameter_is_told_by_shape(inner: bool, tmp_path: Path) -> None:
     experts = files.expert_factors(TOY.moe, 3)
     tensors = only(files.stacked(TOY.moe, experts, 0), inner)
-    factors = read_adapter(write(tmp_path, tensors, peft_version="0.21.2"), TOY).factors
+    factors = read_adapter(write(tmp_path, tensors, r=3, peft_version="0.21.2"), TOY).factors
     found = [name for _, name in factors]
     assert found == (["gate_proj", "up_proj"] if inner else ["down_proj"])
     for name in found:
@@ -291,7 +413,7 @@ def test_square_parameter_by_version_then_flag(
     square = files.model(hidden=12, intermediate=6, transposed_experts=transposed)
     experts = files.expert_factors(square.moe, 3)
     tensors = only(files.stacked(square.moe, experts, 0, swapped=swapped), inner=True)
-    factors = read_adapter(write(tmp_path, tensors, peft_version=version), square).factors
+    factors = read_adapter(write(tmp_path, tensors, r=3, peft_version=version), square).factors
     for name in ("gate_proj", "up_proj"):
         np.testing.assert_array_equal(factors[0, name].a, experts[name].a)
         np.testing.assert_array_equal(factors[0, name].b, experts[name].b)
@@ -321,12 +443,12 @@ def test_ungated_parameters_by_nesting_or_config(tmp_path: Path) -> None:
     tensors = linear(
         "layers.0.mlp.experts.base_layer", up.a.reshape(-1, 12), columns["up_proj"]
     ) | linear("layers.0.mlp.experts", down.a.reshape(-1, 10), columns["down_proj"])
-    factors = read_adapter(write(tmp_path, tensors, peft_version="0.21.2"), plain).factors
+    factors = read_adapter(write(tmp_path, tensors, r=3, peft_version="0.21.2"), plain).factors
     for name, expected in experts.items():
         np.testing.assert_array_equal(factors[0, name].a, expected.a)
         np.testing.assert_array_equal(factors[0, name].b, expected.b)
     alone = only(tensors, inner=False)
-    config = {"peft_version": "0.21.2", "target_parameters": ["mlp.experts.down_proj"]}
+    config = {"r": 3, "peft_version": "0.21.2", "target_parameters": ["mlp.experts.down_proj"]}
     assert list(read_adapter(write(tmp_path, alone, **config), plain).factors) == [(0, "down_proj")]
     del config["target_parameters"]
     assert "target_parameters" in refused(write(tmp_path, alone, **config), plain)
@@ -351,7 +473,8 @@ def test_experts_of_different_rank_and_scale(tmp_path: Path) -> None:
     """Ranks are padded with zeros; scales differ by a power of two, so the delta is exact."""
     small, large = files.expert_factors(TOY.moe, 2), files.expert_factors(TOY.moe, 4, seed=1)
     tensors = files.per_expert(small, 0, only=(0, 1)) | files.per_expert(large, 0, only=(2, 3))
-    factors = read_adapter(write(tmp_path, tensors), TOY).factors
+    patterns = {r"experts\.[01]\.\w+": 2}
+    factors = read_adapter(write(tmp_path, tensors, rank_pattern=patterns), TOY).factors
     for name in small:
         found = factors[0, name]
         assert found.rank == 4
@@ -370,6 +493,25 @@ def test_an_expert_of_scale_zero(tmp_path: Path) -> None:
         assert factors[0, name].scale == 1.5
         assert not factors[0, name].b[0].any()
         np.testing.assert_array_equal(factors[0, name].b[1], expected.b[1])
+
+
+def test_alphas_of_experts_far_apart(tmp_path: Path) -> None:
+    """In float16 the expert of alpha 8 would be zero beside one of 8e6; B is float32 then."""
+    experts = files.expert_factors(TOY.moe, 4)
+    tensors = {
+        name: (tensor / 64).astype(np.float16)
+        for name, tensor in files.per_expert(experts, 0).items()
+    }
+    folder = write(tmp_path, tensors, lora_alpha=8, alpha_pattern={r"experts\.0\.\w+": 8e6})
+    for (_, name), found in read_adapter(folder, TOY).factors.items():
+        for expert, scale in enumerate([2e6, 2, 2, 2]):
+            expected = scale * (experts[name].b[expert] / 64).astype(np.float64)
+            got = found.scale * found.b[expert].astype(np.float64)
+            np.testing.assert_allclose(got, expected, rtol=2e-7)
+    folder = write(tmp_path, tensors, lora_alpha=1e-38, alpha_pattern={r"experts\.0\.\w+": 8e6})
+    message = refused(folder)
+    assert "too far apart" in message
+    assert "lora_B" in message
 
 
 def test_factors_shared_over_experts(tmp_path: Path) -> None:
@@ -412,7 +554,7 @@ def test_mixtral_and_latent_attention_names(tmp_path: Path) -> None:
     for group in deepseek.dense_groups:
         for module in group:
             tensors |= files.dense(1, module, f"layers.60.self_attn.{module.name}")
-    names = [name for _, name in read_adapter(write(tmp_path, tensors), deepseek).factors]
+    names = [name for _, name in read_adapter(write(tmp_path, tensors, r=1), deepseek).factors]
     assert names == [module.name for group in deepseek.dense_groups for module in group]
 
 
@@ -468,6 +610,59 @@ def test_incomplete_shards(tmp_path: Path) -> None:
     assert "index" in refused(folder)
 
 
+@pytest.mark.parametrize("shard", ["x" * 300, "a\0b", "..", ".", 5, None, "no\x1b.safetensors"])
+def test_odd_names_of_shards(shard: Any, tmp_path: Path) -> None:
+    folder = shards(tmp_path)
+    index = folder / "adapter_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(q_tensors(), shard)}))
+    message = refused(folder)
+    assert message.isprintable()
+    assert "shard" in message or "not a regular file" in message
+
+
+def test_huge_files_cost_no_memory(tmp_path: Path) -> None:
+    """A hole in a file takes no room on disk, but would in memory."""
+    folder = write(tmp_path, q_tensors())
+    path = folder / "adapter_model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(1 << 43)
+    tracemalloc.start()
+    try:
+        assert "belong to none" in refused(folder)
+        name = f"{PREFIX}{Q}.lora_A.weight"
+        path.write_bytes(raw({name: entry(0, 1 << 42, [1 << 20, 1 << 20])}))
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size + (1 << 42))
+        message = refused(folder)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert name in message
+    assert "larger than any factor" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("x" * 300, "too long"), ("x/" * 5000, "too long"), ("a\0b", "no such directory")],
+    ids=["name", "path", "nul"],
+)
+def test_paths_that_cannot_be(path: str, words: str) -> None:
+    message = refused(Path(path))
+    assert words in message
+    assert message.isprintable()
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("path", [None, 5, [], b"bytes"])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(ArgumentError, match="path is"):
+        read_adapter(path, TOY)
+
+
+def test_ranks_beyond_the_largest(tmp_path: Path) -> None:
+    assert "at most 512" in refused(write(tmp_path, q_tensors(513), r=513))
+
+
 def raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
@@ -481,9 +676,10 @@ BAD_FILES = {
     "8-byte length": b"1234567",
     "header should be": raw({}, length=2**63),
     "not valid JSON": raw(b'{"a": '),
-    "a key appears twice": raw(b'{"a": {}, "a": {}}'),
+    "key 'a' appears twice": raw(b'{"a": {}, "a": {}}'),
     "object is needed": raw([]),
     "whole numbers": raw({"a": entry(0, 4, [-1])}),
+    "65 dimensions": raw({"a": entry(0, 4, [1] * 65)}, bytes(4)),
     "convert it": raw({"a": entry(0, 8, [1], "F64")}, bytes(8)),
     "needs 8 bytes": raw({"a": entry(0, 4, [2])}, bytes(4)),
     "cut short": raw({"a": entry(0, 8, [2])}, bytes(7)),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ from click.testing import CliRunner, Result
 from fixtures_util import DATA
 
 import cupylora
+from cupylora.adapters.factors import synthetic_adapter
+from cupylora.adapters.slots import adapter_bytes
+from cupylora.backend import NumpyBackend
 from cupylora.cli import _check as check_module
-from cupylora.cli import _measure, _report, _setup, main
+from cupylora.cli import _measure, _report, _room, _setup, main
 from cupylora.cli._setup import RunOptions, prepare_run
+from cupylora.dtypes import resolve_dtype
+from cupylora.errors import CapacityError
 from cupylora.ops import lora_delta
+from cupylora.shapes import PRESETS
 
 GPT_OSS = ("--model", str(DATA / "models" / "gpt-oss"))
 
@@ -186,6 +193,11 @@ def test_same_seed_same_output() -> None:
         (("--rank", "8.5"), ["--rank '8.5'", "1 to 512"]),
         (("--max-loras", 2), ["3 adapters", "--max-loras 2"]),
         (("--max-loras", 4, "--synthetic-adapters", 5), ["5 adapters", "--max-loras 4"]),
+        (
+            ("--synthetic-adapters", 4096, "--adapter", "x=/no/such/dir"),
+            ["4097 adapters", "the 4096 slots"],
+        ),
+        (("--synthetic-adapters", 5000), ["'--synthetic-adapters': 5000 is not in the range"]),
         (("--max-loras", 4097), ["'--max-loras': 4097 is not in the range"]),
         (("--synthetic-adapters", 4097), ["'--synthetic-adapters': 4097 is not in the range"]),
         (("--json", "/no/such/folder/x.json"), ["/no/such/folder"]),
@@ -215,6 +227,110 @@ def test_adapters_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     line = one_line(run("--backend", "numpy", "--lora-only"))
     assert "3 adapters need" in line
     assert "10000 bytes" in line
+
+
+@pytest.mark.parametrize("free", [1 << 30, 1 << 36])
+def test_synthetic_adapters_beyond_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory the host's copies do not fit, with more the arena: before any is made."""
+    monkeypatch.setattr(_setup, "synthetic_adapter", None)
+    monkeypatch.setattr("cupylora.backend.NumpyBackend.free_bytes", lambda self: free)
+    arguments = ("--model", "deepseek-v3", "--lora-only", "--rank", 512)
+    line = one_line(run("--backend", "numpy", *arguments, "--synthetic-adapters", 16))
+    assert re.search(r"16 adapters need \d{13} bytes \(\d+\.\d GiB\), but", line), line
+    assert f"{free} bytes" in line
+    assert "smaller ranks" in line
+
+
+def test_host_and_device_room_are_asked_for_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device only the blocks are its own; the host holds what they are made from."""
+
+    class Device(NumpyBackend):
+        name: Any = "cuda"
+
+        def free_bytes(self) -> int:
+            return free["device"]
+
+    model, free = PRESETS["qwen3-30b-a3b"].with_layers(1), {"device": 1 << 40, "host": 1 << 40}
+    monkeypatch.setattr("cupylora.backend.NumpyBackend.free_bytes", lambda self: free["host"])
+    host = 2 * _room.synthetic_host_bytes(model, 32, 2)
+    arena = 2 * _room.synthetic_arena_bytes(model, 32, 2)
+
+    def ask(**changed: int) -> None:
+        free.update({"device": arena + 5, "host": host} | changed)
+        _room.require_adapter_room(Device(), model, [], [32, 32], 2, 5)
+
+    ask()
+    with pytest.raises(CapacityError, match=rf"2 adapters in host memory need {host} bytes"):
+        ask(host=host - 1)
+    with pytest.raises(
+        CapacityError, match=rf"need {arena + 5} bytes.* cuda backend; use --lora-only"
+    ):
+        ask(device=arena + 4)
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "gpt-oss-20b", "dense"])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+def test_room_that_synthetic_adapters_take(name: str, dtype: str, itemsize: int) -> None:
+    """What is asked for beforehand, against what is there afterwards."""
+    model = PRESETS["tiny-moe" if name == "dense" else name].with_layers(1)
+    if name == "dense":
+        model = replace(model, moe=None)
+    adapter = synthetic_adapter(model, 3, dtype=resolve_dtype(dtype))
+    blocks = {}
+    for factors in adapter.factors.values():
+        for array in (factors.a, factors.b):
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            blocks[id(array)] = array.nbytes
+    told = _room.synthetic_host_bytes(model, 3, itemsize)
+    assert told / 2 < sum(blocks.values()) <= told
+    assert _room.synthetic_arena_bytes(model, 3, itemsize) == adapter_bytes(adapter, itemsize)
+
+
+def test_files_count_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = DATA / "demo" / "contracts-r8"
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    assert _room.file_bytes(str(folder)) == size
+    assert _room.file_bytes("/no/such/folder") == 0
+    monkeypatch.setattr(_setup, "read_adapter", None)
+    monkeypatch.setattr("cupylora.backend.NumpyBackend.free_bytes", lambda self: size - 1)
+    line = one_line(run("--backend", "numpy", "--lora-only", "--adapter", folder))
+    assert f"need {size} bytes" in line
+
+
+def test_what_compared_nothing_is_not_shown_as_passed(tmp_path: Path) -> None:
+    arguments = ("--backend", "numpy", "--tokens", 1, "--base-share", 1)
+    found = record(tmp_path, *arguments)
+    by_name = {check["what"]: check for check in found["check"]}
+    for name in ("q+k+v delta", "q+k+v y", "o delta", "o y"):
+        assert (by_name[name]["rows"], by_name[name]["passed"]) == (0, None)
+    assert by_name["q+k+v base rows"]["passed"] is True
+    assert found["passed"] is True
+    lines = run(*arguments).output.splitlines()
+    assert sum("no rows" in line for line in lines) == 4
+    verdict = " ".join(lines[-2:])
+    assert "no row had an adapter, so no delta was compared" in verdict
+    compared = sum(check["rows"] > 0 for check in found["check"])
+    assert f"all {compared} comparisons" in verdict
+    assert "no row had an adapter" not in run("--backend", "numpy", "--steps", 1).output
+
+
+def test_rows_without_base_rows_say_so(tmp_path: Path) -> None:
+    found = record(tmp_path, "--backend", "numpy", "--base-share", 0)
+    passed = {check["what"]: check["passed"] for check in found["check"]}
+    assert passed["q+k+v base rows"] is None
+    assert passed["q+k+v delta"] is True
+
+
+def test_adapters_without_a_groups_modules_give_it_no_delta(tmp_path: Path) -> None:
+    """Only down_proj: no dense delta is compared, and all rows of the dense groups keep bits."""
+    found = record(tmp_path, "--adapter", DATA / "adapters" / "tiny-down-only")
+    rows = {check["what"]: check["rows"] for check in found["check"]}
+    assert (rows["q+k+v delta"], rows["q+k+v base rows"]) == (0, 128)
+
+
+def test_help_says_what_synthetic_adapters_replace() -> None:
+    assert "in place of the shipped examples" in " ".join(run("--help").output.split())
 
 
 def test_package_exports_without_cupy() -> None:

@@ -16,6 +16,7 @@ from fixtures_util import DATA, DEMO, FIXTURES, load_fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupylora.adapters import slots as slots_module
 from cupylora.adapters.factors import Adapter, LoraFactors, synthetic_adapter
 from cupylora.adapters.loading import load_adapter
 from cupylora.adapters.packing import unpack_a
@@ -246,6 +247,89 @@ def test_a_failed_load_changes_nothing(tmp_path: Path) -> None:
     assert_serves(slots, 0, old)
 
 
+NO_SLOTS = [True, False, 1.5, 0.0, None, "0", np.array([0]), np.bool_(True), -1, 3]
+
+
+@pytest.mark.parametrize("slot", NO_SLOTS, ids=repr)
+def test_what_is_no_slot_changes_nothing(slot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = table()
+    old = synthetic_adapter(TINY, 4, 1)
+    slots.load(0, old)
+    before, used, info = slots.entries.copy(), slots.arena.used_bytes, slots.slots
+    monkeypatch.setattr("cupylora.adapters.loading.read_adapter", None)
+    for call in (
+        lambda: slots.load(slot, synthetic_adapter(TINY, 2)),
+        lambda: slots.evict(slot),
+        lambda: load_adapter("anywhere", slots, slot),
+    ):
+        with pytest.raises(ArgumentError, match="slot is"):
+            call()
+    np.testing.assert_array_equal(slots.entries, before)
+    assert (slots.arena.used_bytes, slots.slots) == (used, info)
+    slots.load(np.int64(2), old)
+    assert_serves(slots, 2, old)
+
+
+def dense_factors() -> LoraFactors:
+    return LoraFactors(np.ones((1, 2, 64), np.float32), np.ones((1, 64, 2), np.float32), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (5, "adapter is a int; an Adapter is needed"),
+        (None, "adapter is a NoneType"),
+        (Adapter("odd", {("0", "q_proj"): dense_factors()}), "is no key"),  # type: ignore[dict-item]
+        (Adapter("odd", {(0.0, "q_proj"): dense_factors()}), "is no key"),  # type: ignore[dict-item]
+        (Adapter("odd", {(True, "q_proj"): dense_factors()}), "is no key"),
+        (Adapter("odd", {(-1, "q_proj"): dense_factors()}), "2 layers"),
+        (Adapter("odd", {(2, "q_proj"): dense_factors()}), "2 layers"),
+        (Adapter("odd", {(0, 7): dense_factors()}), "is no key"),  # type: ignore[dict-item]
+        (Adapter("odd", {"q_proj": dense_factors()}), "is no key"),  # type: ignore[dict-item]
+        (Adapter("odd", {(0, "q_proj"): (1, 2)}), "LoraFactors"),  # type: ignore[dict-item]
+    ],
+)
+def test_odd_adapters_change_nothing(adapter: Any, message: str) -> None:
+    slots = table()
+    slots.load(0, synthetic_adapter(TINY, 4, 1))
+    before, used, info = slots.entries.copy(), slots.arena.used_bytes, slots.slots
+    with pytest.raises((ArgumentError, AdapterFormatError), match=message):
+        slots.load(0, adapter)
+    np.testing.assert_array_equal(slots.entries, before)
+    assert (slots.arena.used_bytes, slots.slots) == (used, info)
+
+
+@pytest.mark.parametrize("step", ["alloc", "write", "_put", "pack_a", "_records", "_switch"])
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_load_that_fails_at_any_step_changes_nothing(
+    step: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MemoryError at the first call of a step, or at a later one; then the same load succeeds."""
+    slots = table()
+    old, new = synthetic_adapter(TINY, 4, 1), synthetic_adapter(TINY, 6, 2)
+    slots.load(0, old)
+    before, used, info = slots.entries.copy(), slots.arena.used_bytes, slots.slots
+    owner = next(o for o in (slots.arena, slots, slots_module) if hasattr(o, step))
+    calls = iter(range(100))
+    real = getattr(owner, step)
+
+    def fails(*arguments: Any) -> Any:
+        if next(calls) == (0 if owner is slots else at):
+            raise MemoryError(step)
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, step, fails)
+    with pytest.raises(MemoryError, match=step):
+        slots.load(0, new)
+    np.testing.assert_array_equal(slots.entries, before)
+    assert (slots.arena.used_bytes, slots.slots) == (used, info)
+    assert_serves(slots, 0, old)
+    monkeypatch.undo()
+    slots.load(0, new)
+    assert_serves(slots, 0, new)
+    assert slots.arena.used_bytes == adapter_bytes(new, 4)
+
+
 def old_b() -> np.ndarray:
     return np.ones((1, 64, 2), np.float32)
 
@@ -294,6 +378,21 @@ def test_tables_of_other_types_are_refused() -> None:
         table(dtype=np.float64)
     with pytest.raises(ArgumentError, match="a_layout is 2"):
         table(a_layout=2)
+    for dtype in ("junk", None, 5):
+        with pytest.raises(ArgumentError, match="dtype is"):
+            table(dtype=dtype)
+    for change, message in (
+        ({"model": "tiny-moe"}, "model is a str"),
+        ({"limits": 4}, "limits is a int"),
+        ({"arena": None}, "an Arena is needed"),
+        ({"xp": files}, "of different array modules"),
+    ):
+        options: dict[str, Any] = {"model": TINY, "limits": LoraLimits(), "arena": Arena(256)}
+        with pytest.raises(ArgumentError, match=message):
+            SlotTable(dtype=np.float32, **(options | change))
+    for row in ((0.0, 0), (True, 0), (0, 1.0), (0, True), (-1, 0), (0, -1), (0, 7)):
+        with pytest.raises(ArgumentError, match=r"layer|module"):
+            table().row(*row)
 
 
 # Arena
@@ -345,8 +444,18 @@ def test_arena_errors() -> None:
         arena.free(256)
     with pytest.raises(ArgumentError, match="size is 0"):
         arena.alloc(0)
-    with pytest.raises(ArgumentError, match="capacity_bytes is 10"):
-        Arena(10)
+    for capacity in (10, "x", 1e6, True, None):
+        with pytest.raises(ArgumentError, match="capacity_bytes is"):
+            Arena(capacity)  # type: ignore[arg-type]
+    for capacity in (1 << 50, 1 << 63, 1 << 80):
+        with pytest.raises(CapacityError, match=f"an arena of {capacity + 256} bytes cannot"):
+            Arena(capacity)
+    with pytest.raises(ArgumentError, match=r"size is 1\.5"):
+        arena.alloc(1.5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="data has 769 bytes; the block at 0 has 768"):
+        arena.write(0, np.ones(769, np.uint8))
+    with pytest.raises(ArgumentError, match="offset 256"):
+        arena.write(256, np.ones(1, np.uint8))
 
 
 # Adapters in memory
@@ -390,6 +499,66 @@ def test_with_layers_cuts() -> None:
 def test_factors_that_do_not_belong_together(a: np.ndarray, b: np.ndarray, scale: float) -> None:
     with pytest.raises(ArgumentError):
         LoraFactors(a, b, scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": [[[1.0]]]}, "a is a list"),
+        ({"b": np.ones((1, 4, 2), np.complex64)}, "b has dtype complex64"),
+        ({"a": np.ones((1, 2, 3), np.int32)}, "a has dtype int32"),
+        ({"scale": "1"}, "scale is '1'"),
+        ({"scale": None}, "scale is None"),
+        ({"scale": True}, "scale is True"),
+        ({"scale": 1j}, "scale is 1j"),
+    ],
+)
+def test_what_are_no_factors(change: dict[str, Any], words: str) -> None:
+    good = {"a": np.ones((1, 2, 3), BF16), "b": np.ones((1, 4, 2), np.float32), "scale": 1.5}
+    assert LoraFactors(**good).rank == 2  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=words):
+        LoraFactors(**{**good, **change})
+
+
+def test_what_is_no_synthetic_adapter() -> None:
+    for rank in (1.5, True, "4", None):
+        with pytest.raises(ArgumentError, match="rank is"):
+            synthetic_adapter(TINY, rank)  # type: ignore[arg-type]
+    for seed in (-1, 0.5, None):
+        with pytest.raises(ArgumentError, match="seed is"):
+            synthetic_adapter(TINY, 4, seed)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="dtype is"):
+        synthetic_adapter(TINY, 4, dtype=np.int32)
+    for layers in (0, 0.5, True):
+        with pytest.raises(ArgumentError, match="layers is"):
+            synthetic_adapter(TINY, 4).with_layers(layers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "key", [(0.5, "q_proj"), (True, "q_proj"), (0, 1), "q_proj", (0,)], ids=str
+)
+def test_keys_of_adapters(key: Any) -> None:
+    adapter = Adapter("odd", {key: synthetic_adapter(TINY, 4).factors[0, "q_proj"]})
+    with pytest.raises(ArgumentError, match=r"odd: .* is no key"):
+        adapter.check(TINY, LoraLimits())
+    with pytest.raises(ArgumentError, match=r"odd: .* is no key"):
+        adapter.with_layers(1)
+
+
+def test_a_small_synthetic_adapter_takes_little_memory() -> None:
+    small = synthetic_adapter(TINY, 1, modules=["q_proj", "k_proj"])
+    held = {
+        id(base): base.nbytes
+        for factors in small.factors.values()
+        for array in (factors.a, factors.b)
+        for base in [array if array.base is None else array.base]
+    }
+    assert sum(held.values()) == 4 * small.parameters
+    large = synthetic_adapter(PRESETS["tiny-moe"], 1024)
+    assert large.parameters > 4 << 20
+    gate = large.factors[1, "gate_proj"]
+    assert len({expert.tobytes() for expert in gate.a}) == 8
+    assert gate.b.base is large.factors[0, "q_proj"].b.base
 
 
 @pytest.mark.gpu

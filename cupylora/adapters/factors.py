@@ -7,20 +7,26 @@ it on the device. Arrays stand here as the file had them, row-major and in its d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.adapters.dtypes import factor_dtype
+from cupylora.checks import check_int
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
-from cupylora.shapes import LoraLimits, ModelShape
-from cupylora.text import counted
+from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
+from cupylora.text import counted, quoted
 
-__all__ = ["Adapter", "LoraFactors", "synthetic_adapter"]
+__all__ = ["Adapter", "LoraFactors", "synthetic_adapter", "synthetic_host_bytes"]
 
 Array = npt.NDArray[Any]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +34,9 @@ class LoraFactors:
     """Factors of one module: ``delta = scale · (x Aᵀ) Bᵀ``, applied exactly once.
 
     a [Ea, rank, in] and b [Eb, out, rank]; Ea and Eb are the module's number of experts, or 1 for a
-    factor shared by all of them (and for dense modules). The same array object in two modules means
-    one copy on the device. Raises ArgumentError if the two do not belong together.
+    factor shared by all of them (and for dense modules); NumPy arrays of bfloat16 or any real
+    floating type. The same array object in two modules means one copy on the device. Raises
+    ArgumentError if they are something else or do not belong together, or scale is no float32.
     """
 
     a: Array
@@ -37,6 +44,13 @@ class LoraFactors:
     scale: float
 
     def __post_init__(self) -> None:
+        for name, array in (("a", self.a), ("b", self.b)):
+            if not isinstance(array, np.ndarray):
+                raise ArgumentError(f"{name} is a {type(array).__name__}; a NumPy array is needed")
+            if array.dtype != _BFLOAT16 and not np.issubdtype(array.dtype, np.floating):
+                raise ArgumentError(
+                    f"{name} has dtype {array.dtype}; bfloat16, float16 or float32 is needed"
+                )
         if self.a.ndim != 3 or self.b.ndim != 3 or self.a.shape[1] != self.b.shape[2]:
             raise ArgumentError(
                 f"a {self.a.shape} and b {self.b.shape} are not [experts, rank, in] and "
@@ -44,8 +58,9 @@ class LoraFactors:
             )
         if 0 in self.a.shape or 0 in self.b.shape:
             raise ArgumentError(f"a {self.a.shape} and b {self.b.shape} must not be empty")
-        if not abs(self.scale) <= float(np.finfo(np.float32).max):
-            raise ArgumentError(f"scale is {self.scale}; a finite float32 is needed")
+        real = isinstance(self.scale, int | float | np.floating | np.integer)
+        if isinstance(self.scale, bool) or not real or not abs(self.scale) <= _LARGEST:
+            raise ArgumentError(f"scale is {quoted(self.scale)}; a finite float32 is needed")
 
     @property
     def rank(self) -> int:
@@ -60,6 +75,21 @@ class Adapter:
     name: str
     factors: Mapping[tuple[int, str], LoraFactors]
     source: str = field(default="memory")
+
+    def _check_keys(self) -> None:
+        """Raise ArgumentError for a key that is no (layer, module name), or another value."""
+        for key, factors in self.factors.items():
+            layer, name = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
+            if type(layer) is not int or not isinstance(name, str):
+                raise ArgumentError(
+                    f"adapter {self.name}: {quoted(key)} is no key of factors; a layer (int) and a "
+                    "module's name are needed"
+                )
+            if not isinstance(factors, LoraFactors):
+                raise ArgumentError(
+                    f"adapter {self.name}, {quoted(key)}: a {type(factors).__name__}; LoraFactors "
+                    "are needed"
+                )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -79,15 +109,19 @@ class Adapter:
 
     def with_layers(self, layers: int) -> Adapter:
         """The part of it that a model cut to its first ``layers`` layers has use for."""
+        check_int("layers", layers, 1)
+        self._check_keys()
         kept = {key: value for key, value in self.factors.items() if key[0] < layers}
         return Adapter(self.name, kept, self.source)
 
     def check(self, model: ModelShape, limits: LoraLimits) -> None:
         """Raise unless every factor fits ``model`` and ``limits``.
 
-        AdapterFormatError names a layer or module that the model lacks, or a factor of the wrong
-        shape; CapacityError a rank beyond ``limits.max_rank``.
+        ArgumentError names a key of ``factors`` that is none; AdapterFormatError a layer or module
+        that the model lacks, or a factor of the wrong shape; CapacityError a rank beyond
+        ``limits.max_rank``.
         """
+        self._check_keys()
         modules = {module.name: module for module in model.modules}
         for (layer, name), factors in self.factors.items():
             where = f"adapter {self.name}, layer {layer}, {name}"
@@ -123,6 +157,8 @@ def _check_shape(
 _BLOCK = 1_048_573
 """Elements of the random block: a prime, so that repeats never align with rows or experts."""
 _STEP = 7919
+_POOLED_FROM = 4 * _BLOCK
+"""Elements of an adapter from which pools (of at least _BLOCK) take less time than they cost."""
 _ALPHA_PER_RANK = 1.5
 
 
@@ -138,27 +174,16 @@ def synthetic_adapter(
 ) -> Adapter:
     """A random adapter of ``model``, made fast enough for gigabytes.
 
-    Factors are views, each at another offset, into one random block repeated as often as the
-    largest factor needs: good for tests and timing, not independent random numbers. x of unit
-    variance gives deltas of standard deviation about 0.4; alpha is 1.5 · rank, so the scale is 1.5.
-    ``modules`` restricts it (default: all); with ``shared_a`` gate_proj and up_proj of a layer
-    share one A, as adapters with stacked experts do.
+    Factors of a large one (over 4 million elements) are views, each at another offset, into one
+    random block repeated as often as the largest factor needs: good for tests and timing, not
+    independent random numbers. x of unit variance gives deltas of standard deviation about 0.4;
+    alpha is 1.5 · rank, so the scale is 1.5. ``modules`` restricts it (default: all); with
+    ``shared_a`` gate_proj and up_proj of a layer share one A, as adapters with stacked experts do.
+    Raises ArgumentError for a rank below 1, a negative seed, or an unknown dtype or module.
     """
-    if rank < 1:
-        raise ArgumentError(f"rank is {rank}; it must be at least 1")
+    rank, seed, dtype = check_int("rank", rank, 1), check_int("seed", seed, 0), factor_dtype(dtype)
     chosen = [model.modules[model.module_index(n)] for n in modules] if modules else model.modules
-    rng = np.random.default_rng(seed)
-    block = rng.random(_BLOCK, dtype=np.float32) * 2 - 1
-    pools: dict[float, Array] = {}
-    largest = max(m.experts * rank * max(m.in_features, m.out_features) for m in chosen)
-
-    def factor(number: int, bound: float, shape: tuple[int, ...]) -> Array:
-        if bound not in pools:
-            values = (block * np.float32(bound)).astype(dtype)
-            pools[bound] = np.resize(values, largest + _BLOCK)
-        start = number * _STEP % _BLOCK
-        return pools[bound][start : start + math.prod(shape)].reshape(shape)
-
+    factor = _random_factors(chosen, model.layers, rank, seed, dtype)
     factors: dict[tuple[int, str], LoraFactors] = {}
     for layer in range(model.layers):
         for module in chosen:
@@ -172,3 +197,46 @@ def synthetic_adapter(
             b = factor(number + 1, 0.5 / math.sqrt(rank), shape)
             factors[layer, module.name] = LoraFactors(a, b, _ALPHA_PER_RANK)
     return Adapter(name or f"synthetic-{seed}-r{rank}", factors, f"synthetic_adapter(seed={seed})")
+
+
+_Maker = Callable[[int, float, tuple[int, ...]], Array]
+"""A factor's number, bound and shape → its values, uniform in [-bound, bound)."""
+
+
+def synthetic_host_bytes(model: ModelShape, rank: int, itemsize: int) -> int:
+    """Host bytes (at most) of a ``synthetic_adapter`` of all modules of ``model``."""
+    elements, largest = _sizes(model.modules, model.layers, rank)
+    if elements < _POOLED_FROM:
+        return elements * itemsize
+    bounds = len({module.in_features for module in model.modules}) + 1  # one for each A, one for B
+    return bounds * (largest + _BLOCK) * itemsize
+
+
+def _sizes(modules: Sequence[ModuleShape], layers: int, rank: int) -> tuple[int, int]:
+    """Elements of all factors, and of the largest."""
+    sizes = [m.experts * rank * n for m in modules for n in (m.in_features, m.out_features)]
+    return layers * sum(sizes), max(sizes)
+
+
+def _random_factors(
+    modules: Sequence[ModuleShape], layers: int, rank: int, seed: int, dtype: np.dtype[Any]
+) -> _Maker:
+    """Makes the factors: each for itself, or from pools if there are many elements."""
+    rng = np.random.default_rng(seed)
+    elements, largest = _sizes(modules, layers, rank)
+
+    def single(_: int, bound: float, shape: tuple[int, ...]) -> Array:
+        return ((rng.random(shape, np.float32) * 2 - 1) * np.float32(bound)).astype(dtype)
+
+    if elements < _POOLED_FROM:
+        return single
+    block = rng.random(_BLOCK, dtype=np.float32) * 2 - 1
+    pools: dict[float, Array] = {}
+
+    def pooled(number: int, bound: float, shape: tuple[int, ...]) -> Array:
+        if bound not in pools:
+            pools[bound] = np.resize((block * np.float32(bound)).astype(dtype), largest + _BLOCK)
+        start = number * _STEP % _BLOCK
+        return pools[bound][start : start + math.prod(shape)].reshape(shape)
+
+    return pooled

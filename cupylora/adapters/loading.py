@@ -11,6 +11,7 @@ from pathlib import Path
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import SlotTable
+from cupylora.errors import ArgumentError
 
 __all__ = ["load_adapter"]
 
@@ -20,8 +21,12 @@ def load_adapter(
 ) -> Adapter:
     """Load the PEFT directory ``path`` into ``slot`` of ``table``; ``name`` defaults to its name.
 
-    Raises as ``read_adapter`` and ``SlotTable.load`` do, with the slot untouched.
+    Raises as ``read_adapter`` and ``SlotTable.load`` do, with the slot untouched; a slot that is
+    not the table's before anything is read.
     """
+    if not isinstance(table, SlotTable):
+        raise ArgumentError(f"table is a {type(table).__name__}; a SlotTable is needed")
+    slot = table.check_slot(slot)
     adapter = read_adapter(path, table.model, name=name)
     table.load(slot, adapter)
     return adapter

@@ -9,7 +9,7 @@ lost.
 Forms of routed experts that are read:
 
 * by name: ``experts.3.gate_proj`` (or w1/w3/w2), A [r, in] and B [out, r] each; missing experts are
-  zeros, smaller ranks are padded with zeros;
+  zeros, smaller ranks are padded with zeros, another scale goes into that expert's B, in float32;
 * stacked by peft's ``target_parameters``: A [E·r, in] with rows expert by expert, B [out, r·E]
   with column j·E + e, under ``experts.base_layer`` (gate and up together) and ``experts`` (down;
   or, if one parameter only is adapted, that one). Up to peft 0.18 in and out are swapped unless the
@@ -20,6 +20,7 @@ Forms of routed experts that are read:
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -33,18 +34,22 @@ import numpy.typing as npt
 from cupylora.adapters.dtypes import not_finite
 from cupylora.adapters.factors import Adapter, LoraFactors
 from cupylora.adapters.peft_config import PeftConfig, read_config
-from cupylora.adapters.safetensors_file import read_weights
-from cupylora.errors import AdapterFormatError
-from cupylora.shapes import ModelShape, MoeShape
-from cupylora.text import counted
+from cupylora.adapters.safetensors_file import Shapes, read_weights
+from cupylora.errors import AdapterFormatError, ArgumentError
+from cupylora.files import reason
+from cupylora.shapes import MAX_RANK, ModelShape, MoeShape
+from cupylora.text import counted, listed, quoted, shown
 
 __all__ = ["read_adapter"]
 
 Array = npt.NDArray[Any]
 
+_NUMBER = "(?:0|[1-9][0-9]{0,5})"
+"""As models write layers and experts; 00 or another script's digits would be a second name."""
+
 _TENSOR = re.compile(
     r"(?P<prefix>(?:base_model\.model\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?)"
-    r"layers\.(?P<layer>\d{1,6})\.(?P<path>.+?)"
+    rf"layers\.(?P<layer>{_NUMBER})\.(?P<path>.+?)"
     r"\.lora_(?P<factor>[AB])(?:\.default)?(?:\.weight)?"
 )
 """A LoRA factor of a decoder layer. Other prefixes (a vision tower's, say) are not this model's."""
@@ -53,7 +58,7 @@ Form = Literal["dense", "expert", "group"]
 _EXPERTS = r"(?:mlp|block_sparse_moe|feed_forward)\.experts"
 _MLP = "(?:gate|up|down)_proj|w[123]"
 _RULES: tuple[tuple[re.Pattern[str], Form], ...] = (
-    (re.compile(rf"{_EXPERTS}\.(?P<expert>\d{{1,6}})\.(?P<module>\w+)"), "expert"),
+    (re.compile(rf"{_EXPERTS}\.(?P<expert>{_NUMBER})\.(?P<module>\w+)"), "expert"),
     (re.compile(rf"{_EXPERTS}(?P<inner>\.base_layer)?"), "group"),
     (re.compile(rf"{_EXPERTS}\.(?P<module>\w+)"), "group"),
     (re.compile(rf"mlp\.(?P<module>{_MLP})"), "dense"),
@@ -73,29 +78,47 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^(?!.*lora_)"), "full weights (modules_to_save)"),
 )
 
-_LISTED = 12
-"""Tensors that a refusal names before it only counts."""
-
 
 def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None) -> Adapter:
     """Read the PEFT directory ``path`` for ``model``; ``name`` defaults to the directory's.
 
     Every tensor is applied exactly once, or AdapterFormatError lists what would be lost. It is also
-    raised for malformed files, shapes that do not fit the model, values that are not finite, and
-    settings that cannot be applied (DoRA, biases, modules_to_save, ...).
+    raised for malformed files, shapes that do not fit the model, ranks other than the config's,
+    values that are not finite, and settings that cannot be applied (DoRA, biases, modules_to_save,
+    ...); ArgumentError for a ``path`` that is none.
     """
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"path is {quoted(path)}; an adapter's directory is needed")
     folder = Path(path)
-    if not folder.is_dir():
-        raise AdapterFormatError(f"{folder}: no such directory; a PEFT adapter is a directory")
+    try:
+        found = folder.is_dir()
+    except (OSError, ValueError) as error:
+        raise AdapterFormatError(
+            f"{shown(str(path))}: cannot be looked into ({reason(error)}); give a directory that "
+            "can be read"
+        ) from error
+    if not found:
+        raise AdapterFormatError(
+            f"{shown(str(path))}: no such directory; a PEFT adapter is a directory"
+        )
     config = read_config(folder / "adapter_config.json")
-    tensors = read_weights(folder)
-    pairs = _pair_up(_place_all(tensors, model, config, folder), folder)
+    placed: _Placed = {}
+
+    def admit(shapes: Shapes) -> None:
+        placed.update(_place_all(shapes, model, config, folder))
+
+    tensors = read_weights(folder, admit)
+    pairs = _pair_up(placed, tensors, folder)
     for pair in pairs:
         _check_finite(pair.a_name, pair.a, folder)
         _check_finite(pair.b_name, pair.b, folder)
     factors = _Assembly(model, config, folder).run(pairs)
     config.check_patterns_used()
     return Adapter(name or folder.name, factors, str(folder))
+
+
+_LONGEST_NAME = 512
+"""Characters of a tensor's name: far more than any has, and little for the expressions here."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +145,9 @@ class _Pair:
     @property
     def where(self) -> str:
         """For messages: both tensors."""
-        return f"{self.a_name} {list(self.a.shape)} and {self.b_name} {list(self.b.shape)}"
+        names, factors = (self.a_name, self.b_name), (self.a, self.b)
+        both = (f"{shown(n)} {list(x.shape)}" for n, x in zip(names, factors, strict=True))
+        return " and ".join(both)
 
 
 class _Foreign(str):
@@ -133,9 +158,11 @@ class _Foreign(str):
 
 def _place(name: str, model: ModelShape) -> tuple[_Place, str] | str:
     """The place and factor ('A' or 'B') of a tensor, or why it has none."""
-    for pattern, reason in _REFUSED:
+    if len(name) > _LONGEST_NAME:
+        return f"a name of {len(name)} characters"
+    for pattern, refusal in _REFUSED:
         if pattern.search(name):
-            return reason
+            return refusal
     match = _TENSOR.fullmatch(name)
     if not match:
         return "no LoRA factor of a decoder layer"
@@ -181,38 +208,53 @@ def _first_name(moe: MoeShape) -> str:
     return "gate_up_proj" if moe.gated else "up_proj"
 
 
-_Placed = dict[tuple[int, Form, str | None, int, bool], dict[str, tuple[str, Array, _Place]]]
+_Placed = dict[tuple[int, Form, str | None, int, bool], dict[str, tuple[str, _Place]]]
+"""By place: its factors ('A', 'B'), each with its tensor's name."""
 
 
-def _place_all(
-    tensors: dict[str, Array], model: ModelShape, config: PeftConfig, folder: Path
-) -> _Placed:
+def _place_all(shapes: Shapes, model: ModelShape, config: PeftConfig, folder: Path) -> _Placed:
     """Every tensor at its place, or one error that lists those without."""
     placed: _Placed = defaultdict(dict)
     lost: list[str] = []
     foreign = False
-    for name in sorted(tensors):
+    for name in sorted(shapes):
         result = _place(name, model)
         if isinstance(result, str):
-            lost.append(f"{name} ({result})")
+            lost.append(f"{shown(name)} ({result})")
             foreign |= isinstance(result, _Foreign)
             continue
         place, factor = result
         key = (place.layer, place.form, place.module, place.expert, place.inner)
         if factor in placed[key]:
-            lost.append(f"{name} (the same place as {placed[key][factor][0]})")
-        placed[key].setdefault(factor, (name, tensors[name], place))
+            lost.append(f"{shown(name)} (the same place as {shown(placed[key][factor][0])})")
+        placed[key].setdefault(factor, (name, place))
     if lost:
-        shown = "; ".join(lost[:_LISTED])
-        more = f"; and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
         hint = f"{_contents(model)}; {_other_model(model, config)}; " if foreign else ""
         raise AdapterFormatError(
-            f"{folder}: {len(lost)} of {counted(len(tensors), 'tensor')} cannot be applied to "
-            f"model {model.name} and would be lost; {hint}they are: {shown}{more}"
+            f"{folder}: {len(lost)} of {counted(len(shapes), 'tensor')} cannot be applied to "
+            f"model {model.name} and would be lost; {hint}they are: {listed(lost, '; ')}"
         )
     if not placed:
-        raise AdapterFormatError(f"{folder}: holds no LoRA tensor, so it would change nothing")
+        raise AdapterFormatError(
+            f"{folder}: holds no LoRA tensor, so it would change nothing; save the adapter again"
+        )
+    _check_sizes(shapes, model, config, folder)
     return placed
+
+
+def _check_sizes(shapes: Shapes, model: ModelShape, config: PeftConfig, folder: Path) -> None:
+    """No tensor is larger than the largest factor that a module of ``model`` can have."""
+    widest = max(max(m.in_features, m.out_features) for m in model.modules)
+    experts = model.moe.experts if model.moe else 1
+    if model.moe:
+        widest = max(widest, model.moe.first_width)
+    most = experts * MAX_RANK * widest
+    for name, shape in shapes.items():
+        if math.prod(shape) > most:
+            raise AdapterFormatError(
+                f"{folder}: {shown(name)} {list(shape)} is larger than any factor of model "
+                f"{model.name} ({most} elements, at rank {MAX_RANK}); {_other_model(model, config)}"
+            )
 
 
 def _contents(model: ModelShape) -> str:
@@ -226,23 +268,25 @@ def _contents(model: ModelShape) -> str:
 
 def _other_model(model: ModelShape, config: PeftConfig) -> str:
     """For messages: what to do about an adapter that does not fit the model."""
-    trained = f" (it names {config.base_model})" if config.base_model else ""
+    trained = f" (it names {shown(config.base_model)})" if config.base_model else ""
     return (
         f"if the adapter was trained on another model{trained}, give that model's config.json, "
         f"else use an adapter of {model.name}"
     )
 
 
-def _pair_up(placed: _Placed, folder: Path) -> list[_Pair]:
+def _pair_up(placed: _Placed, tensors: dict[str, Array], folder: Path) -> list[_Pair]:
     pairs = []
     for factors in placed.values():
         if len(factors) < 2:
-            [(factor, (name, _, _))] = factors.items()
+            [(factor, (name, _))] = factors.items()
             other = "B" if factor == "A" else "A"
-            raise AdapterFormatError(f"{folder}: tensor {name} has no lora_{other} beside it")
-        a_name, a, place = factors["A"]
-        b_name, b, _ = factors["B"]
-        pairs.append(_Pair(place, a_name, b_name, a, b))
+            raise AdapterFormatError(
+                f"{folder}: tensor {shown(name)} has no lora_{other} beside it; save the adapter "
+                "again"
+            )
+        (a_name, place), (b_name, _) = factors["A"], factors["B"]
+        pairs.append(_Pair(place, a_name, b_name, tensors[a_name], tensors[b_name]))
     return pairs
 
 
@@ -251,8 +295,8 @@ def _check_finite(name: str, values: Array, folder: Path) -> None:
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
         raise AdapterFormatError(
-            f"{folder}: tensor {name} holds {int(bad.sum())} values that are not finite, the first "
-            f"({values[at]}) at {list(at)}; the adapter is broken, save it again"
+            f"{folder}: tensor {shown(name)} holds {int(bad.sum())} values that are not finite, "
+            f"the first ({values[at]}) at {list(at)}; the adapter is broken, save it again"
         )
 
 
@@ -350,8 +394,8 @@ class _Assembly:
     def _per_expert(self, layer: int, module: str, pairs: list[_Pair]) -> None:
         """Experts by name, stacked; missing experts and ranks below the largest are zeros.
 
-        A module has one scale, the largest in magnitude of its experts'; where experts differ, the
-        ratio goes into their B (exactly, if it is a power of two; else with one rounding of B).
+        A module has one scale, the largest in magnitude of its experts'; where experts differ, B is
+        float32 and holds the ratio, with one rounding (the file's own type may not reach that far).
         """
         ranks = [self._check_pair(pair, module) for pair in pairs]
         scales = [self._scale(pair, rank) for pair, rank in zip(pairs, ranks, strict=True)]
@@ -359,16 +403,26 @@ class _Assembly:
         shape = self.model.modules[self.model.module_index(module)]
         rank, count = max(ranks), shape.experts
         dtype = _common_dtype(x for pair in pairs for x in (pair.a, pair.b))
+        b_dtype = dtype if len(set(scales)) == 1 else np.dtype(np.float32)
         a = np.zeros((count, rank, shape.in_features), dtype)
-        b = np.zeros((count, shape.out_features, rank), dtype)
+        b = np.zeros((count, shape.out_features, rank), b_dtype)
         for pair, own_rank, own_scale in zip(pairs, ranks, scales, strict=True):
             expert = pair.place.expert
             a[expert, :own_rank] = pair.a
-            b[expert, :, :own_rank] = pair.b
-            if own_scale != scale:
-                ratio = np.float32(own_scale / scale)
-                b[expert] = (b[expert].astype(np.float32) * ratio).astype(dtype)
+            same = own_scale == scale
+            b[expert, :, :own_rank] = pair.b if same else self._scaled(pair, own_scale, scale)
         self._add(layer, module, a, b, scale, pairs[0].where)
+
+    def _scaled(self, pair: _Pair, own: float, scale: float) -> Array:
+        """The pair's B in float32, times own/scale. Refused if float32 cannot hold the product."""
+        exact = pair.b.astype(np.float64) * (own / scale)
+        small = (np.abs(exact) < np.finfo(np.float32).tiny) & (pair.b != 0)
+        if own and small.any():
+            raise self._fail(
+                f"{shown(pair.b_name)} has scale {own}, another expert of its module {scale}: too "
+                "far apart for float32; bring their alphas closer (and multiply their B instead)"
+            )
+        return exact.astype(np.float32)
 
     def _grouped(self, pairs: list[_Pair], moe: MoeShape) -> None:
         """Stacked (two-dimensional) and three-dimensional pairs."""

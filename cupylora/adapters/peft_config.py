@@ -1,13 +1,15 @@
 """``adapter_config.json``: the scale and rank of every module, and what we cannot apply.
 
 In: the file peft writes. Out: a :class:`PeftConfig`, which ``peft`` asks for each pair's scale.
-The config's own ``r`` is not used: a rank is that of the tensor, and a rank_pattern must agree with
-it. Settings that change the mathematics in a way we do not implement are refused by name.
+A rank is that of the tensor, and the file must agree with it: the first rank_pattern that matches
+the module, else ``r``. For alpha was chosen with the rank that the file states; were another rank
+in the tensors, the scale would silently be another one. (A file without ``r`` states no rank, and
+contradicts none.) Settings that change the mathematics in a way we do not implement are refused by
+name.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from cupylora.adapters.path_pattern import PathPattern
 from cupylora.errors import AdapterFormatError
+from cupylora.files import read_json, reason
+from cupylora.shapes import MAX_RANK
+from cupylora.text import listed, quoted, shown
 
 __all__ = ["PeftConfig", "read_config"]
 
@@ -25,6 +31,9 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights under which the base weights stay as they were."""
 
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
+
+_MOST_PATTERNS = 4096
+"""Keys of one pattern setting: more than a dense model of 400 layers has modules."""
 
 _Test = Callable[[Any], bool]
 _REFUSED: dict[str, tuple[_Test, str]] = {
@@ -50,67 +59,94 @@ _REFUSED: dict[str, tuple[_Test, str]] = {
 
 
 @dataclass(frozen=True)
+class _Pattern:
+    """One entry of rank_pattern or alpha_pattern."""
+
+    setting: str
+    key: str
+    expression: PathPattern
+    value: float
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.setting} key {quoted(self.key)}"
+
+
+@dataclass(frozen=True)
 class PeftConfig:
     """What of adapter_config.json decides the numbers.
 
-    ``version`` is peft's (major, minor), None if the file does not say (releases before 0.18, other
-    tools). ``target_parameters`` are the stacked parameters the adapter was asked to adapt.
-    ``base_model`` is what the file calls the model it was trained on, for messages.
+    ``rank`` is the file's r, None if it has none. ``version`` is peft's (major, minor), None if the
+    file does not say (releases before 0.18, other tools). ``target_parameters`` are the stacked
+    parameters the adapter was asked to adapt. ``base_model`` is what the file calls the model it
+    was trained on, for messages.
     """
 
     path: Path
+    rank: int | None
     alpha: float
     rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_patterns: tuple[_Pattern, ...]
+    alpha_patterns: tuple[_Pattern, ...]
     target_parameters: tuple[str, ...]
     version: tuple[int, int] | None
     base_model: str | None
-    _matched: set[tuple[str, str]] = field(default_factory=set)
+    _unused: set[tuple[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        unused = {(p.setting, p.key) for p in (*self.rank_patterns, *self.alpha_patterns)}
+        object.__setattr__(self, "_unused", unused)
 
     def scale(self, paths: Iterable[str], rank: int, tensor: str) -> float:
         """alpha/rank, or alpha/√rank with rsLoRA, of the module known by any of ``paths``.
 
-        The rank is the tensor's. Raises AdapterFormatError if a rank_pattern says otherwise, or the
-        scale is beyond float32.
+        The rank is the tensor's. Raises AdapterFormatError if the file says otherwise, the rank is
+        beyond MAX_RANK, or the scale is beyond float32.
         """
-        paths = tuple(paths)
-        told = self._lookup("rank_pattern", self.rank_pattern, paths, rank)
-        if told != rank:
-            raise AdapterFormatError(
-                f"{self.path}: rank_pattern gives {tensor} rank {told}, but its tensor has {rank}"
+        paths = tuple(dict.fromkeys(paths))
+        told = self._lookup(self.rank_patterns, paths)
+        if told is not None and told.value != rank:
+            raise self._error(
+                f"{told.where} gives {shown(tensor)} rank {told.value:.0f}, but its tensor has "
+                f"rank {rank}; correct rank_pattern"
             )
-        alpha = self._lookup("alpha_pattern", self.alpha_pattern, paths, self.alpha)
+        if told is None and self.rank not in (None, rank):
+            raise self._error(
+                f"r is {self.rank} and no rank_pattern key matches {shown(tensor)}, but its tensor "
+                f"has rank {rank}; correct r, or add the module and its rank to rank_pattern (the "
+                "scale depends on them)"
+            )
+        if rank > MAX_RANK:
+            raise self._error(f"{shown(tensor)} has rank {rank}; at most {MAX_RANK} is supported")
+        pattern = self._lookup(self.alpha_patterns, paths)
+        alpha = self.alpha if pattern is None else pattern.value
         scale = alpha / (math.sqrt(rank) if self.rslora else rank)
         if abs(scale) > _LARGEST_SCALE:
-            raise AdapterFormatError(f"{self.path}: {tensor} gets scale {scale}, beyond float32")
+            raise self._error(
+                f"{shown(tensor)} gets scale {scale}, beyond float32; correct lora_alpha"
+            )
         return scale
 
-    def _lookup(
-        self, field_name: str, patterns: Mapping[str, float], paths: tuple[str, ...], default: float
-    ) -> float:
-        """Value of the first pattern that matches, as peft matches them: at the end of the path."""
-        values = []
-        for pattern, value in patterns.items():
-            try:
-                found = any(re.match(rf"(.*\.)?({pattern})$", path) for path in paths)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise AdapterFormatError(
-                    f"{self.path}: {field_name} key {pattern!r} is no regular expression ({error})"
-                ) from error
-            if found:
-                self._matched.add((field_name, pattern))
-                values.append(value)
-        return values[0] if values else default
+    def _error(self, problem: str) -> AdapterFormatError:
+        return AdapterFormatError(f"{self.path}: {problem}")
+
+    def _lookup(self, patterns: Iterable[_Pattern], paths: tuple[str, ...]) -> _Pattern | None:
+        """The first pattern that matches, as peft matches them: at the end of the path."""
+        first = None
+        for pattern in patterns:
+            if any(map(pattern.expression.matches, paths)):
+                self._unused.discard((pattern.setting, pattern.key))
+                first = first or pattern
+        return first
 
     def check_patterns_used(self) -> None:
         """Raise AdapterFormatError naming each pattern that matched no module of the file."""
-        keys = [("rank_pattern", key) for key in self.rank_pattern]
-        keys += [("alpha_pattern", key) for key in self.alpha_pattern]
-        unused = [f"{name} key {key!r}" for name, key in keys if (name, key) not in self._matched]
+        patterns = (*self.rank_patterns, *self.alpha_patterns)
+        unused = [p.where for p in patterns if (p.setting, p.key) in self._unused]
         if unused:
-            raise AdapterFormatError(
-                f"{self.path}: no adapted module matches {', '.join(unused)}; correct or remove it"
+            raise self._error(
+                f"no adapted module matches {listed(unused)}; correct or remove each of them"
             )
 
 
@@ -121,27 +157,28 @@ def read_config(path: Path) -> PeftConfig:
     something we cannot apply (all such settings are named).
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{path}: not a readable JSON file ({error})") from error
-    if not isinstance(values, dict):
-        raise AdapterFormatError(f"{path}: holds a {type(values).__name__}; an object is needed")
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise AdapterFormatError(f"{path}: cannot be read: {reason(error)}") from error
     if values.get("peft_type") != "LORA":
-        raise AdapterFormatError(f"{path}: peft_type is {values.get('peft_type')!r}, not 'LORA'")
+        raise AdapterFormatError(
+            f"{path}: peft_type is {quoted(values.get('peft_type'))}, not 'LORA'"
+        )
     refused = [
-        f"{key} = {values[key]!r} ({reason})"
-        for key, (test, reason) in _REFUSED.items()
+        f"{key} = {quoted(values[key])} ({why})"
+        for key, (test, why) in _REFUSED.items()
         if key in values and _tested(test, values[key])
     ]
     if refused:
         raise AdapterFormatError(f"{path}: cannot be applied: {'; '.join(refused)}")
-    version = re.match(r"(\d{1,6})\.(\d{1,6})", str(values.get("peft_version")))
+    version = re.match(r"([0-9]{1,6})\.([0-9]{1,6})", str(values.get("peft_version")))
     return PeftConfig(
         path=path,
+        rank=None if values.get("r") is None else _rank(path, "r", values["r"]),
         alpha=_number(path, "lora_alpha", values.get("lora_alpha")),
         rslora=_flag(path, "use_rslora", values.get("use_rslora")),
-        rank_pattern={k: _whole(path, k, v) for k, v in _pattern(path, values, "rank_pattern")},
-        alpha_pattern=dict(_pattern(path, values, "alpha_pattern")),
+        rank_patterns=_patterns(path, values, "rank_pattern", _rank),
+        alpha_patterns=_patterns(path, values, "alpha_pattern", _number),
         target_parameters=_strings(path, values, "target_parameters"),
         version=(int(version[1]), int(version[2])) if version else None,
         base_model=str(values.get("base_model_name_or_path") or "") or None,
@@ -157,38 +194,57 @@ def _tested(test: _Test, value: Any) -> bool:
 
 
 def _flag(path: Path, key: str, value: Any) -> bool:
-    if value not in (True, False, None):
-        raise AdapterFormatError(f"{path}: {key} is {value!r}; true or false is needed")
+    if value is not None and not isinstance(value, bool):
+        raise AdapterFormatError(f"{path}: {key} is {quoted(value)}; true or false is needed")
     return bool(value)
 
 
 def _number(path: Path, key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise AdapterFormatError(f"{path}: {key} is {value!r}; a number is needed")
+        raise AdapterFormatError(f"{path}: {key} is {quoted(value)}; a number is needed")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise AdapterFormatError(f"{path}: {key} is {value!r}; a finite number is needed")
+        raise AdapterFormatError(f"{path}: {key} is {quoted(value)}; a finite number is needed")
     return number
 
 
-def _whole(path: Path, key: str, value: float) -> int:
-    if value < 1 or value != int(value):
-        raise AdapterFormatError(f"{path}: rank {key} is {value}; a positive integer is needed")
-    return int(value)
+def _rank(path: Path, key: str, value: Any) -> int:
+    number = _number(path, key, value)
+    if number < 1 or number != int(number):
+        raise AdapterFormatError(f"{path}: {key} is {quoted(value)}; a positive integer is needed")
+    return int(number)
 
 
-def _pattern(path: Path, values: Mapping[str, Any], key: str) -> list[tuple[str, float]]:
-    pattern = values.get(key) or {}
-    if not isinstance(pattern, dict):
-        raise AdapterFormatError(f"{path}: {key} is {pattern!r}; an object is needed")
-    return [(name, _number(path, f"{key}[{name!r}]", value)) for name, value in pattern.items()]
+def _patterns(
+    path: Path, values: Mapping[str, Any], setting: str, read: Callable[[Path, str, Any], float]
+) -> tuple[_Pattern, ...]:
+    entries = values.get(setting) or {}
+    if not isinstance(entries, dict):
+        raise AdapterFormatError(f"{path}: {setting} is {quoted(entries)}; an object is needed")
+    if len(entries) > _MOST_PATTERNS:
+        raise AdapterFormatError(
+            f"{path}: {setting} has {len(entries)} keys, at most {_MOST_PATTERNS} are read; join "
+            "them into fewer expressions"
+        )
+    patterns = []
+    for key, value in entries.items():
+        try:
+            expression = PathPattern(key)
+        except ValueError as error:
+            raise AdapterFormatError(
+                f"{path}: {setting} key {quoted(key)} is no regular expression that can be read: "
+                f"{error}; write it more simply"
+            ) from error
+        number = read(path, f"{setting}[{quoted(key)}]", value)
+        patterns.append(_Pattern(setting, key, expression, number))
+    return tuple(patterns)
 
 
 def _strings(path: Path, values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    listed = values.get(key) or []
-    if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-        raise AdapterFormatError(f"{path}: {key} is {listed!r}; a list of names is needed")
-    return tuple(listed)
+    names = values.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
+        raise AdapterFormatError(f"{path}: {key} is {quoted(names)}; a list of names is needed")
+    return tuple(names)

@@ -8,23 +8,26 @@ blocks before entries).
 
 Invariants: entries of a slot point at complete blocks of its own adapter or are zero (rank 0, null
 pointers); a block's every byte is written, the padding up to its size class with zeros, so no
-former tenant shows; a failed load changes nothing.
+former tenant shows; a failed load changes nothing: all that can fail comes before the switch of the
+entries, and gives back what it took.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.adapters.dtypes import factor_dtype, not_finite
+from cupylora.adapters.dtypes import not_finite
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packing import pack_a
-from cupylora.checks import check_choice
+from cupylora.checks import check_choice, check_int
+from cupylora.dtypes import resolve_dtype
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted
@@ -56,16 +59,15 @@ class Arena:
 
     ``buffer`` is uint8 of the array module ``xp``, its start a multiple of 256; what it holds at
     first is undefined. Free neighbours merge; a request takes the smallest gap that holds it.
+    Raises ArgumentError for less than one block, CapacityError where there is no memory for it.
     """
 
     def __init__(self, capacity_bytes: int, xp: Any = np) -> None:
-        if capacity_bytes < BLOCK_ALIGNMENT:
-            raise ArgumentError(
-                f"capacity_bytes is {capacity_bytes}; at least {BLOCK_ALIGNMENT} are needed"
-            )
+        capacity_bytes = check_int("capacity_bytes", capacity_bytes, BLOCK_ALIGNMENT)
         self.capacity = capacity_bytes // BLOCK_ALIGNMENT * BLOCK_ALIGNMENT
         self.xp = xp
-        buffer = xp.empty(self.capacity + BLOCK_ALIGNMENT, dtype=np.uint8)
+        shape = (self.capacity + BLOCK_ALIGNMENT,)
+        buffer = _new(xp.empty, shape, "an arena", "use a smaller capacity_bytes")
         skip = -_address(buffer) % BLOCK_ALIGNMENT
         self.buffer: Array = buffer[skip : skip + self.capacity]
         self.address = _address(self.buffer)
@@ -87,9 +89,7 @@ class Arena:
 
         Raises CapacityError, with the bytes needed and free, if no gap holds it.
         """
-        if size < 1:
-            raise ArgumentError(f"size is {size}; a block has at least 1 byte")
-        need = block_bytes(size)
+        need = block_bytes(check_int("size", size, 1))
         fitting = [gap for gap in self._gaps if gap[1] >= need]
         if not fitting:
             largest = max((length for _, length in self._gaps), default=0)
@@ -105,8 +105,7 @@ class Arena:
 
     def free(self, offset: int) -> None:
         """Give a block back. Raises ArgumentError if no block starts there."""
-        if offset not in self._blocks:
-            raise ArgumentError(f"offset {offset} is not the start of a block in use")
+        self._require_block(offset)
         start, length = offset, self._blocks.pop(offset)
         at = bisect(self._gaps, (start, length))
         if at < len(self._gaps) and self._gaps[at][0] == start + length:
@@ -118,10 +117,32 @@ class Arena:
         self._gaps.insert(at, (start, length))
 
     def write(self, offset: int, data: npt.NDArray[Any]) -> None:
-        """Fill the block at ``offset`` with ``data``'s bytes, and the rest of it with zeros."""
+        """Fill the block at ``offset`` with ``data``'s bytes, and the rest of it with zeros.
+
+        Raises ArgumentError if no block starts there, or it is smaller than ``data``.
+        """
+        self._require_block(offset)
         end = offset + data.nbytes
+        if data.nbytes > self._blocks[offset]:
+            raise ArgumentError(
+                f"data has {data.nbytes} bytes; the block at {offset} has {self._blocks[offset]}"
+            )
         _put(self.buffer[offset:end], np.ascontiguousarray(data).reshape(-1).view(np.uint8))
         self.buffer[end : offset + self._blocks[offset]] = 0
+
+    def _require_block(self, offset: int) -> None:
+        if check_int("offset", offset, 0) not in self._blocks:
+            raise ArgumentError(f"offset {offset} is not the start of a block in use")
+
+
+def _new(make: Callable[..., Array], shape: tuple[int, ...], what: str, remedy: str) -> Array:
+    """A uint8 array by ``make``; CapacityError where there is no memory for it."""
+    try:
+        return make(shape, dtype=np.uint8)
+    except (MemoryError, ValueError, OverflowError) as error:  # the last two: not addressable
+        raise CapacityError(
+            f"{what} of {math.prod(shape)} bytes cannot be allocated: {error}; {remedy}"
+        ) from error
 
 
 def _address(array: Array) -> int:
@@ -164,6 +185,7 @@ class SlotTable:
     ``layer · modules + module``. Factors are stored as ``dtype``.
     a_layout: PACKED is what the LoRA kernels read fastest; ROW_MAJOR suits general GEMMs too, which
     take addresses from ``slot_lookup``. The layers read both.
+    Raises ArgumentError for what does not fit, CapacityError where there is no memory for entries.
     """
 
     def __init__(
@@ -176,13 +198,22 @@ class SlotTable:
         arena: Arena,
         a_layout: int = PACKED,
     ) -> None:
+        for name, value, kind in (
+            ("model", model, ModelShape),
+            ("limits", limits, LoraLimits),
+            ("arena", arena, Arena),
+        ):
+            _check_type(name, value, kind)
+        if arena.xp is not xp:
+            raise ArgumentError("arena and the table are of different array modules; give both one")
         self.model, self.limits, self.arena, self.xp = model, limits, arena, xp
-        self.dtype = factor_dtype(dtype)
+        self.dtype = resolve_dtype(dtype)
         check_choice("a_layout", a_layout, (PACKED, ROW_MAJOR))
         self.a_layout = a_layout
         self._modules = {module.name: i for i, module in enumerate(model.modules)}
         rows = model.layers * len(self._modules)
-        self.entries: Array = xp.zeros((rows, limits.max_loras, SLOT_ENTRY_BYTES), dtype=np.uint8)
+        shape = (rows, limits.max_loras, SLOT_ENTRY_BYTES)
+        self.entries: Array = _new(xp.zeros, shape, "a slot table", "use a smaller max_loras")
         self._info: list[SlotInfo | None] = [None] * limits.max_loras
         self._offsets: list[list[int]] = [[] for _ in range(limits.max_loras)]
         self._loads = 0
@@ -194,7 +225,8 @@ class SlotTable:
 
     def row(self, layer: int, module: int) -> int:
         """Row of ``entries`` of a layer's module, given by its index in ``model.modules``."""
-        if not 0 <= layer < self.model.layers or not 0 <= module < len(self._modules):
+        layer, module = check_int("layer", layer, 0), check_int("module", module, 0)
+        if layer >= self.model.layers or module >= len(self._modules):
             raise ArgumentError(
                 f"layer {layer}, module {module}: model {self.model.name} has "
                 f"{counted(self.model.layers, 'layer')} of {counted(len(self._modules), 'module')}"
@@ -206,10 +238,11 @@ class SlotTable:
 
         Raises ArgumentError for unknown modules, or modules not adjacent and in the model's order.
         """
-        indices = [self.model.module_index(name) for name in modules]
+        names = tuple(modules)
+        indices = [self.model.module_index(name) for name in names]
         if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
             raise ArgumentError(
-                f"modules {', '.join(modules)} are not neighbours in {', '.join(self._modules)}"
+                f"modules {', '.join(names)} are not neighbours in {', '.join(self._modules)}"
             )
         first = self.row(layer, indices[0])
         return self.entries[first : first + len(indices)]
@@ -218,38 +251,41 @@ class SlotTable:
         """Put ``adapter`` into ``slot``, replacing what is there.
 
         Everything is checked first and written to free room; the entries switch last, and only then
-        is the former tenant's room freed. Raises (with the slot as it was) AdapterFormatError or
-        CapacityError as ``Adapter.check`` does, AdapterFormatError for a value that overflows the
-        table's dtype, CapacityError if the arena lacks room.
+        is the former tenant's room freed. Raises (with the slot as it was) ArgumentError for a
+        slot or an adapter that is none, AdapterFormatError or CapacityError as ``Adapter.check``
+        does, AdapterFormatError for a value that overflows the table's dtype, CapacityError if the
+        arena lacks room.
         """
-        self._check_slot(slot)
+        slot = self.check_slot(slot)
+        _check_type("adapter", adapter, Adapter)
         adapter.check(self.model, self.limits)
+        taken = adapter_bytes(adapter, self.dtype.itemsize)
+        info = SlotInfo(adapter.name, self._loads + 1, adapter.max_rank, taken)
         offsets: dict[tuple[str, int], int] = {}
         try:
             for key, factors in adapter.factors.items():
                 where = f"adapter {adapter.name}, layer {key[0]}, {key[1]}"
                 self._store(offsets, "a", factors.a, f"{where}: A")
                 self._store(offsets, "b", factors.b, f"{where}: B")
+            self._switch(slot, self._records(adapter, offsets, info.generation))
         except BaseException:
             for offset in offsets.values():
                 self.arena.free(offset)
             raise
-        self._loads += 1
-        self._switch(slot, self._records(adapter, offsets))
+        self._loads = info.generation
         self._release(slot)
         self._offsets[slot] = list(offsets.values())
-        taken = adapter_bytes(adapter, self.dtype.itemsize)
-        self._info[slot] = SlotInfo(adapter.name, self._loads, adapter.max_rank, taken)
+        self._info[slot] = info
 
     def evict(self, slot: int) -> None:
         """Empty ``slot``: its entries become zero, then its room is free. No matter if it was."""
-        self._check_slot(slot)
+        slot = self.check_slot(slot)
         self._switch(slot, np.zeros(len(self.entries), SLOT_ENTRY))
         self._release(slot)
 
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.limits.max_loras:
-            raise ArgumentError(f"slot is {slot}; the table has slots 0 to {len(self._info) - 1}")
+    def check_slot(self, slot: int) -> int:
+        """``slot`` as an int. Raises ArgumentError unless it is one of the table's."""
+        return check_int("slot", slot, 0, self.limits.max_loras - 1)
 
     def _store(
         self, offsets: dict[tuple[str, int], int], role: str, array: npt.NDArray[Any], where: str
@@ -265,7 +301,7 @@ class SlotTable:
         self.arena.write(offset, pack_a(values) if packed else values)
 
     def _records(
-        self, adapter: Adapter, offsets: dict[tuple[str, int], int]
+        self, adapter: Adapter, offsets: dict[tuple[str, int], int], generation: int
     ) -> npt.NDArray[np.void]:
         """The slot's entries, one a row of the table; zeros where the adapter has no factors."""
         records = np.zeros(len(self.entries), SLOT_ENTRY)
@@ -278,7 +314,7 @@ class SlotTable:
                 factors.rank,
                 factors.scale,
                 self.a_layout,
-                self._loads,
+                generation,
             )
         return records
 
@@ -296,6 +332,13 @@ class SlotTable:
             self.arena.free(offset)
         self._offsets[slot] = []
         self._info[slot] = None
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        needed = kind.__name__
+        article = "an" if needed.startswith("A") else "a"
+        raise ArgumentError(f"{name} is a {type(value).__name__}; {article} {needed} is needed")
 
 
 def _cast(array: npt.NDArray[Any], dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:

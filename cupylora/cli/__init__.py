@@ -1,20 +1,27 @@
 """The command line. Subcommands are imported when they are called, so ``--help`` is quick.
 
-Exit codes of every command: 0 success, 1 a check failed, 2 wrong usage or input (one clear line on
-stderr).
+Exit codes of every command: 0 success, 1 a check failed, 2 wrong usage or input, too little memory,
+or output that cannot be written (one clear line on stderr), 130 interrupted, 141 nobody reads the
+output any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from typing import Any
 
 import click
 
 from cupylora import __version__
+from cupylora.cli._streams import discard_unwritable, echo, open_streams
 from cupylora.errors import CupyloraError
 
 __all__ = ["main"]
+
+_LONGEST_PATH, _SHOWN = 400, 60
+_USAGE, _INTERRUPTED, _NO_READER = 2, 130, 141
 
 # Command -> (module that defines it as ``command``, what it does).
 _COMMANDS = {
@@ -40,7 +47,15 @@ class _LazyCommand(click.Command):
 
 
 class _Commands(click.Group):
-    """The lazy table as a click group; wrong usage or input ends with one line and exit code 2."""
+    """The lazy table as a click group, and where every failure becomes a line and an exit code."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """As click's, on streams that take any character."""
+        open_streams()
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # of --help and --version, which are written before ``invoke``
+            sys.exit(_end(*_os_failure(error)))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -54,12 +69,45 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CupyloraError as error:
-            message = str(error)
+            failure = (_USAGE, str(error))
         except click.UsageError as error:
             path = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
-            message = f"{error.format_message().rstrip('.')} (see {path} --help)"
-        click.echo(f"cupylora: {message}", err=True)
-        return ctx.exit(2)
+            failure = (_USAGE, f"{error.format_message().rstrip('.')} (see {path} --help)")
+        except OSError as error:
+            failure = _os_failure(error)
+        except MemoryError as error:
+            failure = (_USAGE, _memory_failure(error))
+        except KeyboardInterrupt:
+            failure = (_INTERRUPTED, "interrupted")
+        return ctx.exit(_end(*failure))
+
+
+def _end(code: int, message: str) -> int:
+    """Write the one line there is to say; returns ``code``."""
+    discard_unwritable()
+    if message:
+        with contextlib.suppress(OSError):
+            echo(f"cupylora: {message}", err=True)
+    return code
+
+
+def _os_failure(error: OSError) -> tuple[int, str]:
+    if isinstance(error, BrokenPipeError):
+        return _NO_READER, ""
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return _USAGE, f"reading or writing failed: {reason}"
+    return _USAGE, f"{_shortened(str(error.filename))}: {reason}"
+
+
+def _memory_failure(error: MemoryError) -> str:
+    detail = f" ({error})" if str(error) else ""
+    remedy = "use fewer tokens, layers or adapters, or smaller ranks"
+    return f"there is not enough memory{detail}; {remedy}"
+
+
+def _shortened(path: str) -> str:
+    return path if len(path) <= _LONGEST_PATH else f"{path[:_SHOWN]}...{path[-_SHOWN:]}"
 
 
 @click.group(cls=_Commands)

@@ -3,9 +3,9 @@
 Every layer is run on its actual input and judged on sampled tokens: up to 64 at random, and those
 of the first and last row of every segment. What is judged, and by which bound:
 
-* dense groups, on the deltas alone (y = 0 before) and on y with base outputs in it: the bound of
-  one op, which rounds once;
-* tokens of no adapter: their y keeps its bits;
+* dense groups, tokens whose adapter has one of the group's modules: the deltas alone (y = 0 before)
+  and y with base outputs in it, by the bound of one op, which rounds once;
+* all other tokens: their y keeps its bits;
 * the MoE block without its residual: the bound of a whole layer, in which the base GEMMs, the
   deltas, the activation and the sum each round once;
 * the layer's output, residual added: the same bound, relative to that output;
@@ -37,6 +37,7 @@ from cupylora.cli._oracle import (
 from cupylora.dtypes import dtype_name
 from cupylora.layers.batch import StackBatch
 from cupylora.layers.stack import LayerStack
+from cupylora.shapes import ModuleShape
 
 __all__ = [
     "LAYER_BOUNDS",
@@ -62,7 +63,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison. error, worst_row: relative; 0 is exact, inf where nothing was expected."""
+    """One comparison. error, worst_row: relative; 0 is exact, inf where nothing was expected.
+
+    rows: those compared; where there were none, nothing is shown by having passed.
+    """
 
     what: str
     layer: int
@@ -140,8 +144,9 @@ class _Checker:
         batch, modules = self.batch, self.stack.model.dense_groups[group]
         name = "+".join(m.name.removesuffix("_proj") for m in modules)
         y = batch.dense_y[group]
-        slots = batch.slots
+        slots, served = batch.slots, self._served(layer, modules)
         tokens = _tokens(self.sample, boundary_tokens(slots[:, None] * 0, slots))
+        tokens = tokens[served[tokens]]
         x = self.host(batch.dense_x[group])[tokens]
         delta = dense_deltas(x, slots[tokens], modules, self._lora(layer))
 
@@ -155,8 +160,16 @@ class _Checker:
         after = self.host(y)
         expected = before[tokens].astype(np.float64) + delta
         self._close(f"{name} y", layer, after[tokens], expected, self.op_bound)
-        bare = slots < 0
-        self._exact(f"{name} base rows", layer, after[bare], before[bare])
+        self._exact(f"{name} base rows", layer, after[~served], before[~served])
+
+    def _served(self, layer: int, modules: Sequence[ModuleShape]) -> npt.NDArray[np.bool_]:
+        """Whether each token's adapter has factors of one of ``modules``."""
+        has = [
+            any((layer, module.name) in adapter.factors for module in modules)
+            for adapter in self.adapters
+        ]
+        served: npt.NDArray[np.bool_] = np.array([*has, False])[self.batch.slots]  # -1: the last
+        return served
 
     def _moe(self, layer: int, x: Any, out: Any, alone: Any) -> None:
         stack, batch = self.stack, self.batch

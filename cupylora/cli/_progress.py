@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 
-import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cupylora.cli._streams import echo
 
 __all__ = ["PlainLines", "Reporter", "Spinner", "open_reporter"]
 
@@ -105,7 +106,8 @@ class Spinner(Reporter):
     """One line on a terminal that changes, and goes when the work is done."""
 
     def __init__(self, console: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        dots = "dots" if console.encoding.startswith("utf") else "line"
+        columns = (SpinnerColumn(dots), TextColumn("{task.description}"), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("starting", total=None)
 
@@ -139,4 +141,4 @@ def open_reporter() -> Reporter:
     console = Console(stderr=True)
     if console.is_terminal:
         return Spinner(console)
-    return PlainLines(lambda text: click.echo(f"cupylora: {text}", err=True))
+    return PlainLines(lambda text: echo(f"cupylora: {text}", err=True))

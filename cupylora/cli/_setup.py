@@ -14,12 +14,13 @@ from cupylora.adapters.factors import Adapter, synthetic_adapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import BLOCK_ALIGNMENT, Arena, SlotTable, adapter_bytes
 from cupylora.backend import ArrayBackend, open_backend
+from cupylora.cli._room import require_adapter_room
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.layers.batch import StackBatch, make_batch, mixed_slots
 from cupylora.layers.stack import LayerStack, base_weight_bytes, require_base_room, require_room
 from cupylora.resources import data_dir
-from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape, load_model
+from cupylora.shapes import MAX_LORAS, MAX_RANK, LoraLimits, ModelShape, load_model
 from cupylora.text import byte_size, counted
 
 __all__ = ["RunOptions", "RunSetup", "Say", "prepare_run"]
@@ -81,11 +82,15 @@ def prepare_run(options: RunOptions, say: Say, note: Say = lambda _: None) -> Ru
     """
     backend = open_backend(options.backend)
     dtype = resolve_dtype(options.dtype)
+    wanted = _wanted(options)
     whole = load_model(options.model)
     model = whole if options.layers is None else _cut(whole, options.layers)
-    if not options.lora_only:
+    base_bytes = 0 if options.lora_only else base_weight_bytes(model, dtype)
+    if base_bytes:
         require_base_room(model, dtype, backend)
-    adapters = _adapters(options, whole, model, say)
+    folders = (folder for _, folder in wanted.named)
+    require_adapter_room(backend, model, folders, wanted.ranks, dtype.itemsize, base_bytes)
+    adapters = _adapters(wanted, options, whole, model, say)
     if not backend.on_device and (hint := _long_run(options, model, adapters)):
         note(hint)
     say("loading adapters into slots")
@@ -129,13 +134,16 @@ def _long_run(options: RunOptions, model: ModelShape, adapters: Sequence[Adapter
     )
 
 
-def _adapters(
-    options: RunOptions, whole: ModelShape, model: ModelShape, say: Say
-) -> tuple[Adapter, ...]:
-    """Adapters read from directories, then synthetic ones.
+@dataclass(frozen=True)
+class _Wanted:
+    """named: (name, directory) of adapters in files. ranks: of the synthetic ones, one each."""
 
-    A file is read against the whole model, so that each of its tensors is accounted for.
-    """
+    named: tuple[tuple[str, str], ...]
+    ranks: tuple[int, ...]
+
+
+def _wanted(options: RunOptions) -> _Wanted:
+    """Which adapters are asked for. Raises ArgumentError if they have not a slot each."""
     named = [_named(text) for text in options.adapters]
     synthetic = options.synthetic
     if not named and synthetic is None:
@@ -156,20 +164,35 @@ def _adapters(
             f"{counted(count, 'adapter')} do not fit --max-loras {options.max_loras}; raise it or "
             "give fewer adapters"
         )
+    if count > MAX_LORAS:
+        raise ArgumentError(
+            f"{counted(count, 'adapter')} do not fit the {MAX_LORAS} slots that a table can have; "
+            "give fewer adapters"
+        )
     ranks = _ranks(options.ranks)
+    chosen = (ranks[number % len(ranks)] for number in range(synthetic or 0))
+    return _Wanted(tuple(named), tuple(chosen))
+
+
+def _adapters(
+    wanted: _Wanted, options: RunOptions, whole: ModelShape, model: ModelShape, say: Say
+) -> tuple[Adapter, ...]:
+    """Adapters read from directories, then synthetic ones.
+
+    A file is read against the whole model, so that each of its tensors is accounted for.
+    """
     adapters = []
-    for name, path in named:
+    for name, path in wanted.named:
         say(f"reading adapter {name}")
         adapters.append(read_adapter(path, whole, name=name).with_layers(model.layers))
-    if synthetic:
-        say(f"making {counted(synthetic, 'synthetic adapter')}")
-    for number in range(synthetic or 0):
-        rank, seed = ranks[number % len(ranks)], options.seed + number
+    if wanted.ranks:
+        say(f"making {counted(len(wanted.ranks), 'synthetic adapter')}")
+    for number, rank in enumerate(wanted.ranks):
         adapters.append(
             synthetic_adapter(
                 model,
                 rank,
-                seed,
+                options.seed + number,
                 resolve_dtype(options.dtype),
                 name=f"synthetic-{number}-r{rank}",
             )
@@ -180,16 +203,20 @@ def _adapters(
 def _named(text: str) -> tuple[str, str]:
     """(name, directory) of NAME=DIR, or of DIR alone, which may itself hold a "="."""
     name, separator, path = text.partition("=")
-    if not separator or Path(text).is_dir():
-        name, path = Path(text).absolute().name, text
+    try:
+        if not separator or Path(text).is_dir():
+            name, path = Path(text).absolute().name, text
+    except OSError as error:
+        raise ArgumentError(f"--adapter: {error.strerror}: {text}") from error
     if not name or not path:
         raise ArgumentError(f"--adapter {text!r}: NAME=DIR, or a directory with a name, is needed")
     return name, path
 
 
 def _ranks(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and 1 <= int(part) <= MAX_RANK for part in parts):
+    parts = [part.strip() for part in text.split(",")]
+    short = all(part.isdecimal() and len(part) <= len(str(MAX_RANK)) for part in parts)
+    if not short or not all(1 <= int(part) <= MAX_RANK for part in parts):
         raise ArgumentError(f"--rank {text!r}: ranks of 1 to {MAX_RANK}, by commas, are needed")
     return [int(part) for part in parts]
 

@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from cupylora import __version__
+from cupylora.cli._streams import echo
 from cupylora.compiler import ARCHITECTURES
 from cupylora.compiler.nvrtc import compiler_version
 from cupylora.device import DeviceInfo, DeviceState, probe
@@ -18,6 +19,8 @@ from cupylora.text import wrapped
 
 __all__ = ["command"]
 
+_NO_CACHE = "a temporary folder each time, as there is no home directory"
+
 
 @click.command("doctor")
 def command() -> None:
@@ -26,11 +29,11 @@ def command() -> None:
     rows = (*_device_rows(info), *_software_rows(info))
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
-        click.echo(wrapped(name.ljust(width), value))
+        echo(wrapped(name.ljust(width), value))
     backend = "cuda" if info.state is DeviceState.READY else "numpy"
-    click.echo(f"\n--backend auto uses {backend}.")
+    echo(f"\n--backend auto uses {backend}.")
     if info.remedy:
-        click.echo(wrapped("Remedy: ", info.remedy))
+        echo(wrapped("Remedy: ", info.remedy))
 
 
 def _device_rows(info: DeviceInfo) -> list[tuple[str, str]]:
@@ -59,5 +62,5 @@ def _software_rows(info: DeviceInfo) -> list[tuple[str, str]]:
         ("NVRTC", nvrtc),
         ("kernels built for", ", ".join(ARCHITECTURES)),
         ("CUDA sources", str(cuda_source_dir())),
-        ("kernel cache", f"{info.cache_folder} (CUPYLORA_CACHE_DIR)"),
+        ("kernel cache", f"{info.cache_folder or _NO_CACHE} (CUPYLORA_CACHE_DIR)"),
     ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from cupylora.cli._console import OutputConsole
+from cupylora.cli._streams import echo
 from cupylora.compiler import ARCHITECTURES, PROGRAMS, supports
 from cupylora.compiler.sources import read_sources
 from cupylora.resources import cuda_source_dir
@@ -19,7 +20,7 @@ __all__ = ["command"]
 def command(each: bool) -> None:
     """List the CUDA kernels and their architectures."""
     root = cuda_source_dir()
-    click.echo(f"Kernel programs in {root}")
+    echo(f"Kernel programs in {root}")
     table = Table()
     for column in ("program", "source", "kernels", "arch"):
         table.add_column(column, no_wrap=True, justify="right" if column == "kernels" else "left")
@@ -27,10 +28,10 @@ def command(each: bool) -> None:
         read_sources(program, root)  # a listing of files that are not there would be worthless
         first = next(arch for arch in ARCHITECTURES if supports(arch, program.min_arch))
         table.add_row(program.name, program.source, str(len(program.kernels)), f"{first}+")
-    Console().print(table)
+    OutputConsole().print(table)
     for program in PROGRAMS if each else ():
-        click.echo(wrapped(f"{program.name}: ", ", ".join(program.kernels)))
+        echo(wrapped(f"{program.name}: ", ", ".join(program.kernels)))
     count = sum(len(program.kernels) for program in PROGRAMS)
     more = "" if each else " (--all names them)"
-    click.echo(f"{counted(count, 'kernel')} in {counted(len(PROGRAMS), 'program')}{more}")
-    click.echo(f"architectures: {', '.join(ARCHITECTURES)}")
+    echo(f"{counted(count, 'kernel')} in {counted(len(PROGRAMS), 'program')}{more}")
+    echo(f"architectures: {', '.join(ARCHITECTURES)}")

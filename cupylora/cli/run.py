@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from cupylora.cli._check import check_stack
+from cupylora.cli._console import OutputConsole
 from cupylora.cli._measure import copy_bandwidth, memory, time_steps
 from cupylora.cli._progress import open_reporter
 from cupylora.cli._report import Record, make_record, print_record
@@ -55,7 +55,7 @@ class _Integer(click.IntRange):
     "synthetic",
     type=_Integer(0, MAX_LORAS),
     metavar="N",
-    help="Add N random adapters.",
+    help="Add N random adapters, in place of the shipped examples.",
 )
 @click.option(
     "--rank",
@@ -97,13 +97,15 @@ def command(ctx: click.Context, /, check: bool, json_file: Path | None, **values
     Each layer adds LoRA to the attention projections (on given inputs) and to the experts, whose
     block is computed whole; in a model without experts, to the MLP's projections on given inputs.
     Exit code 0: the outputs agree with a float64 oracle (or were not checked), 1: they do not, 2:
-    wrong usage or input.
+    wrong usage or input, too little memory, or output that cannot be written.
     """
     _check_writable(json_file)
     record = _run(RunOptions(**values), check)
-    print_record(record, Console())
-    if json_file is not None:
-        _write(json_file, record)
+    try:  # the record first: nothing that happens to the tables shall cost it
+        if json_file is not None:
+            _write(json_file, record)
+    finally:
+        print_record(record, OutputConsole())
     if record["passed"] is False:
         ctx.exit(1)
 
@@ -141,12 +143,15 @@ class _Counter:
 
 
 def _check_writable(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ArgumentError(f"--json {path}: not a file in a folder that exists")
+    try:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ArgumentError(f"--json {path}: not a file in a folder that exists")
+    except OSError as error:
+        raise ArgumentError(f"--json: {error.strerror}: {path}") from error
 
 
 def _write(path: Path, record: Record) -> None:
     try:
         path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ArgumentError(f"--json {path}: cannot be written ({error})") from error
+        raise ArgumentError(f"--json {path}: cannot be written ({error.strerror})") from error

@@ -4,10 +4,11 @@ In: a program and an architecture. Out: an :class:`Entry`, a cubin's path with i
 names, compiled only if no entry of that content is there. The key covers the source, every quoted
 header, options, name expressions and NVRTC's version; the place of the sources is not part of it.
 
-An entry is two files, ``KEY.cubin`` and ``KEY.json``, each renamed into place; the second holds the
-first one's digest, so a torn or damaged pair is seen and compiled again. Folder:
-``$CUPYLORA_CACHE_DIR``, else ``$XDG_CACHE_HOME/cupylora``, else ``~/.cache/cupylora``. Where that
-cannot be written, a temporary folder serves this process, with a warning.
+An entry is two files, ``KEY.cubin`` and ``KEY.json``, each renamed into place; the second holds a
+digest of the first and of its own names, so a torn, damaged or edited pair is seen and compiled
+again. Folder: ``$CUPYLORA_CACHE_DIR``, else ``$XDG_CACHE_HOME/cupylora``, else
+``~/.cache/cupylora``. Where that cannot be written, a temporary folder serves this process, with a
+warning.
 """
 
 from __future__ import annotations
@@ -41,13 +42,19 @@ class Entry:
     log: str
 
 
-def cache_dir() -> Path:
-    """The cache folder that the environment asks for; it need not exist."""
-    if chosen := os.environ.get("CUPYLORA_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
+def cache_dir() -> Path | None:
+    """The cache folder that the environment asks for; it need not exist.
+
+    None: it is in the home directory of a user who has none.
+    """
+    chosen = os.environ.get("CUPYLORA_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base and not chosen:
         return Path(base) / "cupylora"
-    return Path("~/.cache/cupylora").expanduser()
+    try:
+        return Path(chosen or "~/.cache/cupylora").expanduser()
+    except RuntimeError:
+        return None
 
 
 def cache_key(
@@ -65,9 +72,12 @@ def cache_key(
 
 
 class CubinCache:
-    """Cubins under ``folder``; compiles what is missing from sources under ``source_dir``."""
+    """Cubins under ``folder``; compiles what is missing from sources under ``source_dir``.
 
-    def __init__(self, folder: Path, source_dir: Path) -> None:
+    folder: None for a temporary one.
+    """
+
+    def __init__(self, folder: Path | None, source_dir: Path) -> None:
         self.folder = _writable(folder)
         self.source_dir = source_dir
 
@@ -75,26 +85,37 @@ class CubinCache:
         """The program's cubin for ``arch``, compiled if need be; raises CompileError."""
         sources = read_sources(program, self.source_dir)
         key = cache_key(program, sources, arch, compiler_version())
-        entry = self._read(key)
+        entry = self._read(key, program)
         if entry is None:
             entry = self._store(key, compile_program(program, sources, arch))
         return entry
 
-    def _read(self, key: str) -> Entry | None:
+    def _read(self, key: str, program: KernelProgram) -> Entry | None:
+        """The entry if it is whole and of exactly the program's kernels."""
         cubin, description = self._paths(key)
         try:
             fields = json.loads(description.read_bytes())
-            if hashlib.sha256(cubin.read_bytes()).hexdigest() != fields["sha256"]:
+            lowered, log = dict(fields["lowered"]), str(fields["log"])
+            if fields["sha256"] != _digest(cubin.read_bytes(), lowered, log):
                 return None
-            return Entry(cubin, dict(fields["lowered"]), str(fields["log"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        return Entry(cubin, lowered, log) if lowered.keys() == program.kernels.keys() else None
 
     def _store(self, key: str, compiled: Compiled) -> Entry:
+        """Write an entry; where that fails, into a temporary folder from here on."""
+        try:
+            return self._write(key, compiled)
+        except OSError as error:
+            self.folder = _temporary(self.folder, error.strerror)
+            return self._write(key, compiled)
+
+    def _write(self, key: str, compiled: Compiled) -> Entry:
         cubin, description = self._paths(key)
+        lowered = dict(compiled.lowered)
         fields = {
-            "sha256": hashlib.sha256(compiled.cubin).hexdigest(),
-            "lowered": dict(compiled.lowered),
+            "sha256": _digest(compiled.cubin, lowered, compiled.log),
+            "lowered": lowered,
             "log": compiled.log,
         }
         _replace(cubin, compiled.cubin)
@@ -105,31 +126,45 @@ class CubinCache:
         return self.folder / f"{key}.cubin", self.folder / f"{key}.json"
 
 
+def _digest(cubin: bytes, lowered: Mapping[str, str], log: str) -> str:
+    """Hex digest of all that an entry gives out."""
+    content = [hashlib.sha256(cubin).hexdigest(), sorted(lowered.items()), log]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def default_cache() -> CubinCache:
     """The cache that the environment asks for, over the package's own CUDA sources."""
     return _cache(cache_dir(), cuda_source_dir())
 
 
 @functools.cache
-def _cache(folder: Path, source_dir: Path) -> CubinCache:
+def _cache(folder: Path | None, source_dir: Path) -> CubinCache:
     return CubinCache(folder, source_dir)
 
 
-def _writable(folder: Path) -> Path:
+def _writable(folder: Path | None) -> Path:
+    if folder is None:
+        return _temporary(None, "no home directory")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        temporary = Path(tempfile.mkdtemp(prefix="cupylora-"))
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-        warnings.warn(
-            f"the kernel cache {folder} cannot be written ({error.strerror}): kernels are compiled "
-            f"into {temporary} for this process; set CUPYLORA_CACHE_DIR to a writable folder",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return temporary
+        return _temporary(folder, error.strerror)
+
+
+def _temporary(instead_of: Path | None, why: str | None) -> Path:
+    """A folder for this process, with a warning that says why."""
+    temporary = Path(tempfile.mkdtemp(prefix="cupylora-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    which = "the kernel cache" if instead_of is None else f"the kernel cache {instead_of}"
+    warnings.warn(
+        f"{which} cannot be written ({why}): kernels are compiled into {temporary} for this "
+        "process; set CUPYLORA_CACHE_DIR to a writable folder",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return temporary
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cupylora.backend import ArrayBackend
-from cupylora.checks import check_array
+from cupylora.checks import check_array, check_int
 from cupylora.errors import ArgumentError
 from cupylora.layers.plan import BatchPlan
+from cupylora.shapes import MAX_RANK
 from cupylora.worklists import Array
 
-__all__ = ["ArrayChecks", "check_plan"]
+__all__ = ["ArrayChecks", "check_items", "check_plan", "check_sizes", "check_type"]
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} is a {type(value).__name__}; a {kind.__name__} is needed")
+
+
+def check_items(name: str, value: Any) -> Sequence[Any]:
+    """``value`` is a list or a tuple, which can be looked at more than once."""
+    if not isinstance(value, list | tuple):
+        raise ArgumentError(f"{name} is a {type(value).__name__}; a list or tuple is needed")
+    return value
+
+
+def check_sizes(max_tokens: Any, max_rank: Any) -> None:
+    """What a layer's workspace is sized for."""
+    check_int("max_tokens", max_tokens, 0)
+    check_int("max_rank", max_rank, 1, MAX_RANK)
 
 
 class ArrayChecks:
@@ -52,8 +73,7 @@ class ArrayChecks:
 
 def check_plan(plan: BatchPlan, max_loras: int) -> None:
     """A plan made for this layer's slots."""
-    if not isinstance(plan, BatchPlan):
-        raise ArgumentError(f"plan is a {type(plan).__name__}; a BatchPlan is needed")
+    check_type("plan", plan, BatchPlan)
     if plan.max_loras != max_loras:
         raise ArgumentError(
             f"plan is made for {plan.max_loras} slots, but the layer's entries have {max_loras}"

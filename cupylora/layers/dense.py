@@ -16,14 +16,23 @@ from cupylora.backend import ArrayBackend
 from cupylora.checks import check_int, check_slices, check_slot_entries
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
-from cupylora.layers._checks import ArrayChecks, check_plan
+from cupylora.layers._checks import (
+    ArrayChecks,
+    check_items,
+    check_plan,
+    check_sizes,
+    check_type,
+)
 from cupylora.layers.plan import BatchPlan
 from cupylora.layers.workspace import Needs, Workspace, lora_needs
 from cupylora.ops.lora_delta import MAX_SLICES, lora_delta
-from cupylora.shapes import MAX_RANK, ModuleShape
+from cupylora.shapes import MAX_RANK, ModelShape, ModuleShape
 from cupylora.worklists import Array, LoraSlice
 
 __all__ = ["DenseLora", "dense_needs"]
+
+_MAX_COLUMNS = 2**31 - 1
+"""Columns of y are numbered in int32."""
 
 
 def dense_needs(
@@ -34,17 +43,51 @@ def dense_needs(
     max_rank: int,
     dtype: Any,
 ) -> Needs:
-    """Workspace of one DenseLora of ``modules`` for up to ``max_tokens`` tokens."""
+    """Workspace of one DenseLora of ``modules`` for up to ``max_tokens`` tokens.
+
+    Raises ArgumentError for what a DenseLora refuses too.
+    """
+    modules = _check_modules(modules)
+    check_sizes(max_tokens, max_rank)
     in_features = modules[0].in_features
     return lora_needs(
         backend, max_tokens, len(modules), in_features, max_rank, resolve_dtype(dtype)
     )
 
 
+def _check_modules(modules: Sequence[ModuleShape]) -> tuple[ModuleShape, ...]:
+    """1 to MAX_SLICES dense modules of one in_features."""
+    found = tuple(check_items("modules", modules))
+    if not 1 <= len(found) <= MAX_SLICES:
+        raise ArgumentError(f"modules has {len(found)} entries; use 1 to {MAX_SLICES}")
+    for index, module in enumerate(found):
+        check_type(f"modules[{index}]", module, ModuleShape)
+    if len({m.in_features for m in found}) != 1 or {m.experts for m in found} != {1}:
+        raise ArgumentError("modules must be dense and share one in_features")
+    return found
+
+
+def _check_columns(
+    modules: Sequence[ModuleShape], columns: Sequence[int] | None
+) -> tuple[LoraSlice, ...]:
+    """Where each module's columns lie in a fused y."""
+    widths = [m.out_features for m in modules]
+    if columns is None:
+        columns = np.cumsum([0, *widths[:-1]]).tolist()
+    starts = check_items("columns", columns)
+    if len(starts) != len(widths):
+        raise ArgumentError(f"columns has {len(starts)} entries; one per module is needed")
+    return tuple(
+        LoraSlice(width, check_int(f"columns[{index}]", start, 0, _MAX_COLUMNS - width))
+        for index, (width, start) in enumerate(zip(widths, starts, strict=True))
+    )
+
+
 class DenseLora:
     """The deltas of several modules of one x [T, in_features].
 
-    modules: up to MAX_SLICES modules of equal in_features, whatever their widths.
+    modules: up to MAX_SLICES modules that read this x, so of equal in_features, whatever their
+    widths.
     entries: uint8 [len(modules), max_loras, 48], their rows of a slot table, on the workspace's
     backend; looked at anew by each call. What they point at is the caller's to keep; ``of_table``
     does it.
@@ -63,11 +106,8 @@ class DenseLora:
         dtype: Any,
         columns: Sequence[int] | None = None,
     ) -> None:
-        self.modules = tuple(modules)
-        if not 1 <= len(self.modules) <= MAX_SLICES:
-            raise ArgumentError(f"modules has {len(self.modules)} entries; use 1 to {MAX_SLICES}")
-        if len({(m.in_features, m.experts) for m in self.modules} | {(self.in_features, 1)}) != 1:
-            raise ArgumentError("modules must be dense and share one in_features")
+        self.modules = _check_modules(modules)
+        check_type("workspace", workspace, Workspace)
         self.max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
         self.dtype = resolve_dtype(dtype)
         self.workspace = workspace
@@ -76,16 +116,14 @@ class DenseLora:
         _, self.max_loras = check_slot_entries(
             "entries", entries, modules=count, on_device=on_device
         )
-        widths = [m.out_features for m in self.modules]
-        starts = np.cumsum([0, *widths[:-1]]).tolist() if columns is None else list(columns)
-        if len(starts) != count:
-            raise ArgumentError(f"columns has {len(starts)} entries; one per module is needed")
-        self._fused = tuple(LoraSlice(*pair) for pair in zip(widths, starts, strict=True))
+        self._fused = _check_columns(self.modules, columns)
         self._width = max(s.y_column + s.out_features for s in self._fused)
         check_slices(self._fused, self._width, "columns")
         self._entries = entries
         self._table: SlotTable | None = None
-        self._apart = [(entries[i : i + 1], (LoraSlice(width),)) for i, width in enumerate(widths)]
+        self._apart = [
+            (entries[i : i + 1], (LoraSlice(m.out_features),)) for i, m in enumerate(self.modules)
+        ]
         self._check = ArrayChecks(backend, self.dtype)
 
     @classmethod
@@ -98,10 +136,20 @@ class DenseLora:
         *,
         columns: Sequence[int] | None = None,
     ) -> DenseLora:
-        """The layer of a table's neighbouring modules ``names``; it keeps the table alive."""
+        """The layer of a table's neighbouring modules ``names``; it keeps the table alive.
+
+        Raises ArgumentError if the model says that they do not share an input (v and o, say).
+        """
+        check_type("table", table, SlotTable)
         model = table.model
+        modules = [model.modules[model.module_index(name)] for name in check_items("names", names)]
+        if not any(set(modules) <= set(group) for group in model.dense_groups):
+            raise ArgumentError(
+                f"modules {', '.join(names)} of {model.name} are not dense modules that share an "
+                f"input; its groups that do are {_groups(model)}"
+            )
         made = cls(
-            [model.modules[model.module_index(name)] for name in names],
+            modules,
             table.entries_of(layer, names),
             workspace,
             max_rank=table.limits.max_rank,
@@ -131,6 +179,11 @@ class DenseLora:
             self._check_fused(y, plan.num_tokens)
             self._add(x, y, self._entries, self._fused, plan)
             return
+        if not isinstance(y, list | tuple):
+            raise ArgumentError(
+                f"y is a {type(y).__name__}; an array, or a list or tuple of one per module, is "
+                "needed"
+            )
         self._check_apart(y, plan.num_tokens)
         for array, (entries, slices) in zip(y, self._apart, strict=True):
             self._add(x, array, entries, slices, plan)
@@ -174,3 +227,7 @@ class DenseLora:
             raise ArgumentError(f"y has {len(y)} arrays; one per module, {len(self.modules)}")
         for index, (array, module) in enumerate(zip(y, self.modules, strict=True)):
             self._check.written(f"y[{index}]", array, tokens, module.out_features)
+
+
+def _groups(model: ModelShape) -> str:
+    return "; ".join(", ".join(m.name for m in group) for group in model.dense_groups)

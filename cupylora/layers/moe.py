@@ -14,10 +14,18 @@ import numpy as np
 
 from cupylora.adapters.slots import SlotTable
 from cupylora.backend import ArrayBackend, Lap
-from cupylora.checks import INT32, INT64, UINT64, check_choice, check_int, check_slot_entries
+from cupylora.checks import (
+    INT32,
+    INT64,
+    UINT64,
+    check_array,
+    check_choice,
+    check_int,
+    check_slot_entries,
+)
 from cupylora.dtypes import FLOAT32, resolve_dtype
 from cupylora.errors import ArgumentError
-from cupylora.layers._checks import ArrayChecks, check_plan
+from cupylora.layers._checks import ArrayChecks, check_plan, check_sizes, check_type
 from cupylora.layers.plan import BatchPlan
 from cupylora.layers.workspace import Needs, Workspace, lora_needs
 from cupylora.ops.activation import activation
@@ -77,6 +85,8 @@ def moe_needs(
     base: for ``forward``, with base weights. outputs: room for the first projection's and down's
     outputs, which ``forward`` needs and a host with arrays of its own does not.
     """
+    check_type("moe", moe, MoeShape)
+    check_sizes(max_tokens, max_rank)
     dtype = resolve_dtype(dtype)
     rows = max_tokens * moe.top_k
     slices = len(moe.modules) - 1
@@ -137,6 +147,8 @@ class MoeLora:
     def __init__(
         self, moe: MoeShape, entries: Array, workspace: Workspace, *, max_rank: int, dtype: Any
     ) -> None:
+        check_type("moe", moe, MoeShape)
+        check_type("workspace", workspace, Workspace)
         self.moe, self.workspace = moe, workspace
         self.max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
         self.dtype = resolve_dtype(dtype)
@@ -156,6 +168,7 @@ class MoeLora:
 
         Raises ArgumentError if the model has no experts.
         """
+        check_type("table", table, SlotTable)
         moe = table.model.moe
         if moe is None:
             raise ArgumentError(f"model {table.model.name} has no experts")
@@ -287,7 +300,8 @@ class MoeLora:
     ) -> Array:
         """The whole block for a batch: ``plan.update``, then ``apply``."""
         self._check_plan(plan)
-        tokens = int(getattr(token_to_slot, "shape", (0,))[0])
+        check_array("token_to_slot", token_to_slot, shape=(None,))
+        tokens = int(token_to_slot.shape[0])
         self._check_block(x, topk_weights, base, plan, tokens, residual, out)
         plan.update(token_to_slot, topk_ids)
         if lap is not None:
@@ -412,8 +426,7 @@ class MoeLora:
         out: Array | None,
     ) -> None:
         moe, experts = self.moe, plan.experts
-        if not isinstance(base, MoeWeights):
-            raise ArgumentError(f"base is a {type(base).__name__}; a MoeWeights is needed")
+        check_type("base", base, MoeWeights)
         self._check.read("x", x, tokens, moe.hidden)
         self._check.read("base.gate_up", base.gate_up, experts, moe.first_width, moe.hidden)
         self._check.read("base.down", base.down, experts, moe.hidden, moe.intermediate)

@@ -17,7 +17,7 @@ from cupylora.checks import INT32, check_array, check_choice, check_int, check_r
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.ops.build_segments import build_segments, segments_workspace_bytes
 from cupylora.ops.route import route, route_workspace_bytes
-from cupylora.shapes import MAX_EXPERTS
+from cupylora.shapes import MAX_EXPERTS, MAX_LORAS
 from cupylora.worklists import (
     Array,
     Routing,
@@ -31,6 +31,9 @@ from cupylora.worklists import (
 __all__ = ["BatchPlan"]
 
 _EMPTY = "the plan holds no batch yet; call update first"
+_FAILED = "the plan holds no batch, since its last update or adopt failed; call update first"
+_MAX_ROWS = 2**31 - 1
+"""Rows are numbered in int32."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class BatchPlan:
     experts: local experts (1 and ``top_k`` 1: a dense layer's plan); start_expert: the first one's
     global id. row_order: how pairs are numbered. any_order: make room for rows in any order, which
     ``adopt`` needs; rows sorted here form fewer segments.
+
+    A call that refuses its arguments by their dtype, shape or place leaves the plan as it was. One
+    that fails later has begun to write over the batch before: the plan is empty then.
     """
 
     def __init__(
@@ -64,14 +70,15 @@ class BatchPlan:
     ) -> None:
         self.backend = backend
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
-        self.max_loras = check_int("max_loras", max_loras, 1)
+        self.max_loras = check_int("max_loras", max_loras, 1, MAX_LORAS)
         self.experts = check_int("experts", experts, 1, MAX_EXPERTS)
         self.top_k = check_int("top_k", top_k, 1)
         self.start_expert = check_int("start_expert", start_expert, 0)
         check_choice("row_order", row_order, ("token_major", "k_major"))
         self.row_order: RowOrder = row_order
         self.any_order = any_order
-        rows = max_tokens * top_k
+        rows = self.max_tokens * self.top_k
+        check_int("max_tokens * top_k", rows, 1, _MAX_ROWS)
         room = self._segment_room(rows)
         self._row_to_pair = backend.empty(rows, np.int32)
         self._pair_to_row = backend.empty(rows, np.int32)
@@ -84,22 +91,18 @@ class BatchPlan:
         self._all_to_one = backend.zeros((max_tokens, 1), np.int32) if dense else None
         self._scratch = self._make_scratch(rows)
         self._lists: dict[int, _Lists] = {}
-        self._routing: Routing | None = None
-        self._segments: Segments | None = None
+        self._batch: tuple[Routing, Segments] | None = None
+        self._why_empty = _EMPTY
 
     @property
     def routing(self) -> Routing:
-        """The current batch's rows. Raises ArgumentError before the first ``update``."""
-        if self._routing is None:
-            raise ArgumentError(_EMPTY)
-        return self._routing
+        """The current batch's rows. Raises ArgumentError where there is no batch."""
+        return self._current()[0]
 
     @property
     def segments(self) -> Segments:
-        """The current batch's segments and tiles. Raises ArgumentError before ``update``."""
-        if self._segments is None:
-            raise ArgumentError(_EMPTY)
-        return self._segments
+        """The current batch's segments and tiles. Raises ArgumentError where there is no batch."""
+        return self._current()[1]
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +113,11 @@ class BatchPlan:
     def num_rows(self) -> int:
         """Rows of the current batch, T·k."""
         return self.routing.num_rows
+
+    def _current(self) -> tuple[Routing, Segments]:
+        if self._batch is None:
+            raise ArgumentError(self._why_empty)
+        return self._batch
 
     def update(self, token_to_slot: Array, topk_ids: Array | None = None) -> None:
         """Make the lists of a batch; nothing is allocated once its number of tokens has come up.
@@ -127,6 +135,7 @@ class BatchPlan:
         ids = lists.all_to_one if topk_ids is None else topk_ids
         shape = (tokens, self.top_k)
         check_array("topk_ids", ids, dtype=INT32, shape=shape, on_device=self.backend.on_device)
+        self._drop()
         routing = route(
             ids,
             token_to_slot,
@@ -163,11 +172,17 @@ class BatchPlan:
             raise ArgumentError(
                 f"routing.num_tokens is {routing.num_tokens}; token_to_slot has {tokens}"
             )
-        self._cut(routing, token_to_slot, self._of(tokens).segments)
+        lists = self._of(tokens)
+        self._drop()
+        self._cut(routing, token_to_slot, lists.segments)
+
+    def _drop(self) -> None:
+        """No batch, until the lists that are written from here on are complete."""
+        self._batch, self._why_empty = None, _FAILED
 
     def _cut(self, routing: Routing, token_to_slot: Array, segments: Segments) -> None:
-        self._routing = routing
-        self._segments = build_segments(
+        """Make the segments; only then do they and ``routing`` become the plan's batch."""
+        made = build_segments(
             routing,
             token_to_slot,
             max_loras=self.max_loras,
@@ -177,6 +192,7 @@ class BatchPlan:
             workspace=self._scratch,
             status=self.backend.status,
         )
+        self._batch = (routing, made)
 
     def _check_slots(self, token_to_slot: Array) -> int:
         on_device = self.backend.on_device
