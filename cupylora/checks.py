@@ -47,6 +47,7 @@ __all__ = [
     "check_status",
     "check_tile_rows",
     "check_token_lora",
+    "check_type",
     "is_on_device",
 ]
 
@@ -118,6 +119,14 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
         bounds = f"at least {low}" if high is None else f"{low} to {high}"
         raise ArgumentError(f"{name} is {number}; {bounds} is needed")
     return number
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """``value`` must be a ``kind``."""
+    if not isinstance(value, kind):
+        needed = kind.__name__
+        article = "an" if needed[0] in "AEIOU" else "a"
+        raise ArgumentError(f"{name} is a {type(value).__name__}; {article} {needed} is needed")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:

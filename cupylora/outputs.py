@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cupylora.checks import check_type
 from cupylora.errors import ArgumentError
 from cupylora.worklists import (
     Array,
@@ -37,11 +38,8 @@ Fields = Mapping[str, tuple[tuple[int, ...], Any]]
 
 
 def _arrays(make: Make, name: str, out: Any, kind: type, fields: Fields) -> dict[str, Array]:
-    if out is not None and not isinstance(out, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise ArgumentError(
-            f"{name} is a {type(out).__name__}; {article} {kind.__name__} is needed"
-        )
+    if out is not None:
+        check_type(name, out, kind)
     return {
         field: make(f"{name}.{field}", out if out is None else getattr(out, field), shape, dtype)
         for field, (shape, dtype) in fields.items()
@@ -129,8 +127,8 @@ def lora_problems_output(
     make: Make, out: LoraProblems | None, room: int, *, split: bool
 ) -> LoraProblems:
     """Shrink and expand lists of ``room`` problems, with split-K offsets if ``split``."""
-    if out is not None and not isinstance(out, LoraProblems):
-        raise ArgumentError(f"out is a {type(out).__name__}; a LoraProblems is needed")
+    if out is not None:
+        check_type("out", out, LoraProblems)
     given = None if out is None else out.splitk_offsets
     if out is not None and split != (given is not None):
         held, asked = ("no", "are") if split else ("its", "are not")

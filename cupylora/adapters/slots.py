@@ -26,7 +26,7 @@ import numpy.typing as npt
 from cupylora.adapters.dtypes import not_finite
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packing import pack_a
-from cupylora.checks import check_choice, check_int
+from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape
@@ -203,7 +203,7 @@ class SlotTable:
             ("limits", limits, LoraLimits),
             ("arena", arena, Arena),
         ):
-            _check_type(name, value, kind)
+            check_type(name, value, kind)
         if arena.xp is not xp:
             raise ArgumentError("arena and the table are of different array modules; give both one")
         self.model, self.limits, self.arena, self.xp = model, limits, arena, xp
@@ -257,7 +257,7 @@ class SlotTable:
         arena lacks room.
         """
         slot = self.check_slot(slot)
-        _check_type("adapter", adapter, Adapter)
+        check_type("adapter", adapter, Adapter)
         adapter.check(self.model, self.limits)
         taken = adapter_bytes(adapter, self.dtype.itemsize)
         info = SlotInfo(adapter.name, self._loads + 1, adapter.max_rank, taken)
@@ -332,13 +332,6 @@ class SlotTable:
             self.arena.free(offset)
         self._offsets[slot] = []
         self._info[slot] = None
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        needed = kind.__name__
-        article = "an" if needed.startswith("A") else "a"
-        raise ArgumentError(f"{name} is a {type(value).__name__}; {article} {needed} is needed")
 
 
 def _cast(array: npt.NDArray[Any], dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:

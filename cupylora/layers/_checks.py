@@ -8,19 +8,13 @@ from typing import Any
 import numpy as np
 
 from cupylora.backend import ArrayBackend
-from cupylora.checks import check_array, check_int
+from cupylora.checks import check_array, check_int, check_type
 from cupylora.errors import ArgumentError
 from cupylora.layers.plan import BatchPlan
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import Array
 
-__all__ = ["ArrayChecks", "check_items", "check_plan", "check_sizes", "check_type"]
-
-
-def check_type(name: str, value: Any, kind: type) -> None:
-    """``value`` is a ``kind``."""
-    if not isinstance(value, kind):
-        raise ArgumentError(f"{name} is a {type(value).__name__}; a {kind.__name__} is needed")
+__all__ = ["ArrayChecks", "check_items", "check_plan", "check_sizes"]
 
 
 def check_items(name: str, value: Any) -> Sequence[Any]:

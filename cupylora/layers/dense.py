@@ -13,7 +13,7 @@ import numpy as np
 
 from cupylora.adapters.slots import SlotTable
 from cupylora.backend import ArrayBackend
-from cupylora.checks import check_int, check_slices, check_slot_entries
+from cupylora.checks import check_int, check_slices, check_slot_entries, check_type
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.layers._checks import (
@@ -21,7 +21,6 @@ from cupylora.layers._checks import (
     check_items,
     check_plan,
     check_sizes,
-    check_type,
 )
 from cupylora.layers.plan import BatchPlan
 from cupylora.layers.workspace import Needs, Workspace, lora_needs

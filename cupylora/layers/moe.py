@@ -22,10 +22,11 @@ from cupylora.checks import (
     check_choice,
     check_int,
     check_slot_entries,
+    check_type,
 )
 from cupylora.dtypes import FLOAT32, resolve_dtype
 from cupylora.errors import ArgumentError
-from cupylora.layers._checks import ArrayChecks, check_plan, check_sizes, check_type
+from cupylora.layers._checks import ArrayChecks, check_plan, check_sizes
 from cupylora.layers.plan import BatchPlan
 from cupylora.layers.workspace import Needs, Workspace, lora_needs
 from cupylora.ops.activation import activation
