@@ -18,6 +18,7 @@ from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
 from cupylora.shapes import MAX_EXPERTS, MAX_LORAS
 from cupylora.worklists import (
+    MAX_ROWS,
     SLOT_ENTRY_BYTES,
     TILE_ROWS,
     GemmProblems,
@@ -31,6 +32,7 @@ from cupylora.worklists import (
 __all__ = [
     "FLOATS",
     "INT32",
+    "INT32_MAX",
     "INT64",
     "UINT64",
     "check_array",
@@ -44,6 +46,7 @@ __all__ = [
     "check_segments",
     "check_slices",
     "check_slot_entries",
+    "check_slots_fit",
     "check_status",
     "check_tile_rows",
     "check_token_lora",
@@ -53,6 +56,7 @@ __all__ = [
 
 INT32, INT64, UINT64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
 UINT8, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+INT32_MAX, FLOAT32_MAX = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
 FLOATS: tuple[np.dtype[Any], ...] = tuple(DTYPES.values())
 """The element types of weights and activations."""
 
@@ -138,12 +142,12 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_number(name: str, value: Any) -> float:
-    """``value`` as a finite float (bool refused)."""
+    """``value`` as a float (bool refused) that is finite as a float32."""
     try:
         number = float(value) if not isinstance(value, str | bytes | bool | np.bool_) else np.nan
     except (TypeError, ValueError, OverflowError):
         number = np.nan
-    if not np.isfinite(number):
+    if not abs(number) <= FLOAT32_MAX:
         raise ArgumentError(f"{name} is {value!r}; a finite number is needed")
     return number
 
@@ -171,8 +175,9 @@ def check_routing(routing: Any, *, on_device: bool | None = None, name: str = "r
         raise ArgumentError(f"{name} is a {type(routing).__name__}; a Routing is needed")
     check_int(f"{name}.num_tokens", routing.num_tokens, 0)
     check_int(f"{name}.top_k", routing.top_k, 1)
+    check_int(f"{name}.num_rows", routing.num_rows, 0, MAX_ROWS)
     check_int(f"{name}.num_experts", routing.num_experts, 1, MAX_EXPERTS)
-    check_int(f"{name}.start_expert", routing.start_expert, 0)
+    check_int(f"{name}.start_expert", routing.start_expert, 0, INT32_MAX)
     check_choice(f"{name}.row_order", routing.row_order, ("token_major", "k_major"))
     rows = (routing.num_rows,)
     for field, dtype, shape in (
@@ -189,6 +194,7 @@ def check_segments(segments: Any, *, on_device: bool | None = None, name: str = 
     if not isinstance(segments, Segments):
         raise ArgumentError(f"{name} is a {type(segments).__name__}; a Segments is needed")
     check_tile_rows(segments.tile_rows)
+    check_max_loras(segments.max_loras)
     check_array(f"{name}.expert", segments.expert, dtype=INT32, shape=(None,), on_device=on_device)
     capacity = segments.expert.shape[0]
     for field, shape in (
@@ -282,6 +288,14 @@ def check_slot_entries(
     return int(value.shape[0]), int(value.shape[1])
 
 
+def check_slots_fit(segments: Segments, max_loras: int) -> None:
+    """A table of ``max_loras`` slots can be looked up by the slots of ``segments``."""
+    if segments.max_loras > max_loras:
+        raise ArgumentError(
+            f"segments were built for {segments.max_loras} slots; entries have {max_loras}"
+        )
+
+
 def check_slices(slices: Sequence[LoraSlice], width: int, name: str = "slices") -> None:
     """Every slice's columns lie within the ``width`` columns of y, and no two slices share one."""
     if not slices:
@@ -291,9 +305,9 @@ def check_slices(slices: Sequence[LoraSlice], width: int, name: str = "slices") 
         label = f"{name}[{index}]"
         if not isinstance(part, LoraSlice):
             raise ArgumentError(f"{label} is a {type(part).__name__}; a LoraSlice is needed")
-        out = check_int(f"{label}.out_features", part.out_features, 1)
-        first = check_int(f"{label}.y_column", part.y_column, 0)
-        step = check_int(f"{label}.y_stride", part.y_stride, 1)
+        out = check_int(f"{label}.out_features", part.out_features, 1, INT32_MAX)
+        first = check_int(f"{label}.y_column", part.y_column, 0, INT32_MAX)
+        step = check_int(f"{label}.y_stride", part.y_stride, 1, INT32_MAX)
         columns = range(first, first + (out - 1) * step + 1, step)
         if columns[-1] >= width:
             raise ArgumentError(f"{label} ends at column {columns[-1]}; y has {width} columns")

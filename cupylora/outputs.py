@@ -66,10 +66,17 @@ def routing_output(make: Make, out: Routing | None, **sizes: Any) -> Routing:
 
 
 def segments_output(
-    make: Make, out: Segments | None, room: int, tile_room: int, tile_rows: int
+    make: Make,
+    out: Segments | None,
+    room: int,
+    tile_room: int,
+    *,
+    tile_rows: int,
+    max_loras: int,
 ) -> Segments:
     """Segments with room for so many segments and tiles."""
-    _same(out, Segments, tile_rows=tile_rows)
+    sizes = {"tile_rows": tile_rows, "max_loras": max_loras}
+    _same(out, Segments, **sizes)
     fields: Fields = {
         "start": ((room + 1,), np.int32),
         "expert": ((room,), np.int32),
@@ -78,7 +85,7 @@ def segments_output(
         "tiles": ((tile_room, 4), np.int32),
         "tile_count": ((1,), np.int32),
     }
-    return Segments(**_arrays(make, "out", out, Segments, fields), tile_rows=tile_rows)
+    return Segments(**_arrays(make, "out", out, Segments, fields), **sizes)
 
 
 def token_lora_output(make: Make, out: TokenLora | None, modules: int, tokens: int) -> TokenLora:

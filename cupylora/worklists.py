@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 __all__ = [
+    "MAX_ROWS",
     "PACKED",
     "ROW_MAJOR",
     "SLOT_ENTRY",
@@ -65,6 +66,9 @@ for all experts; rank 0: the slot does not touch this module. CUDA side: lora/sl
 
 SLOT_ENTRY_BYTES = SLOT_ENTRY.itemsize
 
+MAX_ROWS = 2**31 - 2048
+"""Most rows R = T·k of a batch: row numbers, and those a block looks ahead, fit 32 bits."""
+
 TILE_ROWS = (8, 16, 32)
 """Rows that a tile may hold: small tiles for decode, large ones to read weights less often."""
 
@@ -108,6 +112,7 @@ class Segments:
     tiles: int32 [tile_capacity, 4], (first row, rows, local expert, slot), in row order; a segment
     of m rows has ceil(m / tile_rows) of them.
     tile_count: int32 [1].
+    max_loras: slots are below it; a table that is looked up by them has at least so many.
     """
 
     start: Array
@@ -117,6 +122,7 @@ class Segments:
     tiles: Array
     tile_count: Array
     tile_rows: int
+    max_loras: int
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def test_the_reference_needs_neither_cupy_nor_cuda() -> None:
 
 def test_slices_share_no_column() -> None:
     check_slices([LoraSlice(4, 0, 2), LoraSlice(4, 1, 2)], 8)
-    check_slices([LoraSlice(2**40, 0), LoraSlice(1, 2**40)], 2**41)
+    check_slices([LoraSlice(2**30, 0), LoraSlice(1, 2**30)], 2**31)
     for parts in (
         [LoraSlice(4, 0), LoraSlice(4, 3)],
         [LoraSlice(4, 0, 2), LoraSlice(2, 2, 2)],
@@ -154,7 +154,7 @@ def test_number_of_slots_is_bounded(value: Any) -> None:
         check_max_loras(value)
 
 
-@pytest.mark.parametrize("value", [None, "a", float("nan"), float("inf"), True, 10**400])
+@pytest.mark.parametrize("value", [None, "a", float("nan"), float("inf"), True, 10**400, 1e39])
 def test_numbers_must_be_finite(value: Any) -> None:
     with pytest.raises(ArgumentError, match="alpha is"):
         check_number("alpha", value)

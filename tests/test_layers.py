@@ -43,6 +43,7 @@ from cupylora.layers.stack import STACK_STAGES, LayerStack, base_weight_bytes
 from cupylora.layers.workspace import Workspace, lora_needs
 from cupylora.ops import activation, expert_problems, finalize, grouped_gemm, permute_rows
 from cupylora.ops.lora_delta import lora_workspace_bytes
+from cupylora.ops.route import route
 from cupylora.reference.oracle import BaseExperts, moe_layer_oracle
 from cupylora.shapes import PRESETS, ModelShape, ModuleShape, MoeShape
 from cupylora.worklists import Routing
@@ -691,6 +692,46 @@ def test_lora_workspace_covers_every_batch_size(
     device: Any = SimpleNamespace(on_device=True)
     most = max(lora_workspace_bytes(rows, *sizes) for rows in range(1, max_rows + 1))
     assert lora_needs(device, max_rows, *sizes) == {"lora": (most, np.dtype(np.uint8))}
+
+
+@pytest.mark.parametrize(
+    ("in_features", "widths", "max_rank", "max_tokens"),
+    [(2048, (4096, 512, 512), 64, 4096), (4096, (4096, 1024, 1024), 64, 2047)],
+)
+def test_dense_workspace_covers_modules_called_apart(
+    in_features: int, widths: tuple[int, ...], max_rank: int, max_tokens: int
+) -> None:
+    """A module with a y of its own is split over K up to more rows than all together."""
+    sizes = open_backend("numpy")
+    sizes.name = "cuda"  # only sizes are asked for
+    modules = [ModuleShape(f"m{i}", in_features, width) for i, width in enumerate(widths)]
+    dtype = resolve_dtype("bfloat16")
+    size, _ = dense_needs(sizes, modules, max_tokens=max_tokens, max_rank=max_rank, dtype=dtype)[
+        "lora"
+    ]
+    for slices in (1, len(modules)):
+        for rows in (1, max_tokens // 2, max_tokens):
+            assert size >= lora_workspace_bytes(rows, slices, in_features, max_rank, dtype)
+
+
+def test_adopted_rows_must_be_numbered_as_the_plan_says(backend: ArrayBackend) -> None:
+    plan = BatchPlan(backend, max_tokens=2, max_loras=1, experts=2, top_k=2, any_order=True)
+    slots = backend.asarray(np.zeros(2, np.int32))
+    ids = backend.asarray(np.array([[0, 1], [1, 0]], np.int32))
+    routing = route(ids, slots, num_experts=2, max_loras=1, row_order="k_major")
+    with pytest.raises(ArgumentError, match="row_order is k_major; this plan's is token_major"):
+        plan.adopt(routing, slots)
+
+
+@pytest.mark.parametrize("wrong", ["numpy", None])
+def test_a_backend_is_not_its_name(wrong: Any) -> None:
+    for call in (
+        lambda: BatchPlan(wrong, max_tokens=2, max_loras=1),
+        lambda: Workspace(wrong, []),
+        lambda: dense_needs(wrong, [], max_tokens=1, max_rank=1, dtype="float32"),
+    ):
+        with pytest.raises(ArgumentError, match=r"ArrayBackend is needed|modules has 0"):
+            call()
 
 
 def test_no_memory_is_a_capacity_error(backend: ArrayBackend) -> None:

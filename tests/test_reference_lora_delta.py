@@ -373,7 +373,7 @@ def test_bad_arguments_are_named(setting: dict[str, Any]) -> None:
         ({"slices": [LoraSlice(6), LoraSlice(6, 5)]}, r"slices\[1\] shares columns"),
         ({"entries": setting["entries"][:, :, :40]}, r"entries has shape \(1, 2, 40\)"),
         ({"slices": [LoraSlice(6), LoraSlice(6, 6)]}, r"entries has shape .*\[2, \*, 48\]"),
-        ({"entries": setting["entries"][:, :1].copy()}, "its slot does not fit"),
+        ({"entries": setting["entries"][:, :1].copy()}, "built for 2 slots; entries have 1"),
         ({"max_rank": 7}, r"rank 8 at entries \[slice, slot\] \[0, 0\].*max_rank=7"),
         ({"max_rank": 513}, "max_rank is 513; 1 to 512"),
     ):

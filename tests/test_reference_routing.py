@@ -147,7 +147,7 @@ def test_segments_out_is_used() -> None:
     sizes = (room + 1, room, room, 1)
     start, expert, slot, count = (np.full(size, 9, np.int32) for size in sizes)
     out = Segments(
-        start, expert, slot, count, np.full((tiles, 4), 9, np.int32), np.full(1, 9, np.int32), 8
+        start, expert, slot, count, np.full((tiles, 4), 9, np.int32), np.full(1, 9, np.int32), 8, 2
     )
     result = build_segments(_route(case), case.token_to_slot, max_loras=2, out=out)
     assert result.start is start

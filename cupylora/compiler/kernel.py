@@ -45,6 +45,7 @@ class Kernel:
         self._owner = owner  # the module, which must live as long as its functions
         # The driver's own limit is 48 KiB less the static part, which only it knows.
         self.shared_limit = 0
+        self._raising = threading.Lock()
 
     def prepare(
         self,
@@ -71,9 +72,10 @@ class Kernel:
 
     def allow_shared(self, size: int) -> None:
         """Let launches use up to ``size`` bytes of dynamic shared memory."""
-        if size > self.shared_limit:
-            self._set_attribute(_MAX_DYNAMIC_SHARED, size)
-            self.shared_limit = size
+        with self._raising:
+            if size > self.shared_limit:
+                self._set_attribute(_MAX_DYNAMIC_SHARED, size)
+                self.shared_limit = size
 
     def blocks_per_sm(self, threads: int, smem: int = 0) -> int:
         """How many blocks of ``threads`` and ``smem`` dynamic bytes one SM holds at a time."""

@@ -47,11 +47,17 @@ def dense_needs(
     Raises ArgumentError for what a DenseLora refuses too.
     """
     modules = _check_modules(modules)
+    check_type("backend", backend, ArrayBackend)
     check_sizes(max_tokens, max_rank)
-    in_features = modules[0].in_features
-    return lora_needs(
-        backend, max_tokens, len(modules), in_features, max_rank, resolve_dtype(dtype)
-    )
+    in_features, dtype = modules[0].in_features, resolve_dtype(dtype)
+    # A y of its own makes a module a call of its own, which may be split over K up to more rows.
+    needs: dict[str, tuple[int, np.dtype[Any]]] = {}
+    for slices in (1, len(modules)):
+        for name, (size, kind) in lora_needs(
+            backend, max_tokens, slices, in_features, max_rank, dtype
+        ).items():
+            needs[name] = (max(size, needs.get(name, (0, kind))[0]), kind)
+    return needs
 
 
 def _check_modules(modules: Sequence[ModuleShape]) -> tuple[ModuleShape, ...]:

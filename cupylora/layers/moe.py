@@ -87,6 +87,7 @@ def moe_needs(
     outputs, which ``forward`` needs and a host with arrays of its own does not.
     """
     check_type("moe", moe, MoeShape)
+    check_type("backend", backend, ArrayBackend)
     check_sizes(max_tokens, max_rank)
     dtype = resolve_dtype(dtype)
     rows = max_tokens * moe.top_k

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupylora.backend import ArrayBackend
-from cupylora.checks import INT32, check_array, check_choice, check_int, check_routing
+from cupylora.checks import INT32, check_array, check_choice, check_int, check_routing, check_type
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.ops.build_segments import build_segments, segments_workspace_bytes
 from cupylora.ops.route import route, route_workspace_bytes
 from cupylora.shapes import MAX_EXPERTS, MAX_LORAS
 from cupylora.worklists import (
+    MAX_ROWS,
     Array,
     Routing,
     RowOrder,
@@ -32,7 +33,6 @@ __all__ = ["BatchPlan"]
 
 _EMPTY = "the plan holds no batch yet; call update first"
 _FAILED = "the plan holds no batch, since its last update or adopt failed; call update first"
-_MAX_ROWS = 2**31 - 1
 """Rows are numbered in int32."""
 
 
@@ -68,6 +68,8 @@ class BatchPlan:
         row_order: RowOrder = "token_major",
         any_order: bool = False,
     ) -> None:
+        check_type("backend", backend, ArrayBackend)
+        check_type("any_order", any_order, bool)
         self.backend = backend
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
         self.max_loras = check_int("max_loras", max_loras, 1, MAX_LORAS)
@@ -78,7 +80,7 @@ class BatchPlan:
         self.row_order: RowOrder = row_order
         self.any_order = any_order
         rows = self.max_tokens * self.top_k
-        check_int("max_tokens * top_k", rows, 1, _MAX_ROWS)
+        check_int("max_tokens * top_k", rows, 1, MAX_ROWS)
         room = self._segment_room(rows)
         self._row_to_pair = backend.empty(rows, np.int32)
         self._pair_to_row = backend.empty(rows, np.int32)
@@ -163,6 +165,7 @@ class BatchPlan:
             ("num_experts", self.experts),
             ("top_k", self.top_k),
             ("start_expert", self.start_expert),
+            ("row_order", self.row_order),
         ):
             got = getattr(routing, field)
             if got != needed:
@@ -243,6 +246,7 @@ class BatchPlan:
             self._tiles[: tile_capacity(rows, room, tile_rows)],
             self._tile_count,
             tile_rows,
+            self.max_loras,
         )
         ids = None if self._all_to_one is None else self._all_to_one[:tokens]
         return _Lists(routing, segments, ids)

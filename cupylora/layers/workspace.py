@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupylora.backend import ArrayBackend, total_bytes
+from cupylora.checks import check_type
 from cupylora.errors import CapacityError
 from cupylora.ops.lora_delta import lora_workspace_bytes
 from cupylora.worklists import Array
@@ -33,6 +34,7 @@ class Workspace:
     """
 
     def __init__(self, backend: ArrayBackend, needs: Iterable[Needs]) -> None:
+        check_type("backend", backend, ArrayBackend)
         sizes: dict[str, tuple[int, np.dtype[Any]]] = {}
         for need in needs:
             for name, (size, dtype) in need.items():

@@ -25,6 +25,7 @@ __all__ = [
     "GEMM_PROBLEMS",
     "address",
     "blocks_for",
+    "check_aligned",
     "device_op",
     "enqueue",
     "kernel_dtype",
@@ -97,6 +98,12 @@ def workspace(given: Array | None, size: int, needed_by: str) -> Array:
 def address(array: Array | None) -> int:
     """Device address of an array's first element, 0 for none."""
     return 0 if array is None else int(array.data.ptr)
+
+
+def check_aligned(name: str, array: Array) -> None:
+    """Kernels read records of this array as 16-byte vectors."""
+    if address(array) % 16:
+        raise ArgumentError(f"{name} does not start on a 16-byte boundary; pass an aligned copy")
 
 
 def vector_aligned(array: Array) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 
 from cupylora import reference
-from cupylora.checks import check_int, check_routing, check_row_lora
+from cupylora.checks import INT32_MAX, check_int, check_routing, check_row_lora
 from cupylora.ops._device import (
     address,
     blocks_for,
@@ -56,8 +56,8 @@ def build_problems(
     check_routing(routing, on_device=True)
     modules = check_row_lora(rows, routing.num_rows, on_device=True)
     module = check_int("module", module, 0, modules - 1)
-    in_features = check_int("in_features", in_features, 1)
-    out_features = check_int("out_features", out_features, 1)
+    in_features = check_int("in_features", in_features, 1, INT32_MAX)
+    out_features = check_int("out_features", out_features, 1, INT32_MAX)
     shape = struct.pack(
         "3Q2q5i4x",
         check_int("x_ptr", x_ptr, 0),
@@ -74,7 +74,8 @@ def build_problems(
     slices = 0 if splitk_slices is None else check_int("splitk_slices", splitk_slices, 1)
     room = max(1, routing.num_rows)
     if max_problems is not None:
-        room = check_int("max_problems", max_problems, 1 if aggregate else room)
+        # How many there are, only the device knows: a shorter list could not be refused in time.
+        room = check_int("max_problems", max_problems, room)
     result = lora_problems_output(output, out, room, split=slices > 0)
     arrays = (rows.rank, rows.a_ptr, rows.b_ptr, rows.scale)
     lists = (

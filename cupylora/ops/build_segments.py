@@ -18,6 +18,7 @@ from cupylora.checks import (
 from cupylora.ops._device import (
     address,
     blocks_for,
+    check_aligned,
     device_op,
     enqueue,
     output,
@@ -56,8 +57,9 @@ def build_segments(
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(tokens,), on_device=True)
     room = max(1, rows) if max_segments is None else check_int("max_segments", max_segments, 1)
     tile_room = tile_capacity(rows, room, tile_rows)
-    result = segments_output(output, out, room, tile_room, tile_rows)
+    result = segments_output(output, out, room, tile_room, tile_rows=tile_rows, max_loras=max_loras)
 
+    check_aligned("out.tiles", result.tiles)
     blocks = blocks_for(rows, _THREADS)
     summaries = None
     if blocks > 1:

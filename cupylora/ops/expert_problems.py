@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupylora import reference
-from cupylora.checks import check_int, check_routing
+from cupylora.checks import INT32_MAX, check_int, check_routing
 from cupylora.ops._device import (
     address,
     blocks_for,
@@ -36,8 +36,8 @@ def expert_problems(
     out: GemmProblems | None = None,
 ) -> GemmProblems:
     check_routing(routing, on_device=True)
-    in_features = check_int("in_features", in_features, 1)
-    out_features = check_int("out_features", out_features, 1)
+    in_features = check_int("in_features", in_features, 1, INT32_MAX)
+    out_features = check_int("out_features", out_features, 1, INT32_MAX)
     result = problems_output(output, out, routing.num_experts)
     args = (
         address(routing.expert_first_token_offset),

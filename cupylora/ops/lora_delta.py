@@ -16,6 +16,7 @@ import numpy as np
 from cupylora import reference
 from cupylora.checks import (
     FLOATS,
+    INT32_MAX,
     check_array,
     check_choice,
     check_int,
@@ -23,11 +24,13 @@ from cupylora.checks import (
     check_segments,
     check_slices,
     check_slot_entries,
+    check_slots_fit,
 )
 from cupylora.dtypes import FLOAT32, dtype_name, resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.ops._device import (
     address,
+    check_aligned,
     device_op,
     enqueue,
     resident_blocks,
@@ -46,6 +49,7 @@ MAX_SLICES = 8
 """Modules that one call may take."""
 
 _ROW_INDEX = {"token": 0, "pair": 1, "row": 2}
+_BLOCK_LIMIT = 2**32
 _SPLIT = 512
 _SPLIT_LIMIT = 16384
 _THREADS = 128
@@ -117,7 +121,7 @@ def lora_workspace_bytes(
     """Bytes of the workspace that ``lora_delta`` takes for any R up to ``num_rows`` rows."""
     num_rows = check_int("num_rows", num_rows, 0)
     slices = check_int("slices", slices, 1, MAX_SLICES)
-    in_features = check_int("in_features", in_features, 1)
+    in_features = check_int("in_features", in_features, 1, INT32_MAX)
     max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
     dtype = resolve_dtype(dtype)
 
@@ -147,7 +151,7 @@ def lora_delta(
     workspace: Any = None,
     status: Array | None = None,
 ) -> None:
-    in_features = check_int("in_features", in_features, 1)
+    in_features = check_int("in_features", in_features, 1, INT32_MAX)
     max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
     check_choice("x_rows", x_rows, ("token", "pair", "row"))
     check_choice("y_rows", y_rows, ("pair", "row"))
@@ -159,7 +163,15 @@ def lora_delta(
     check_slices(slices, y.shape[1])
     if len(slices) > MAX_SLICES:
         raise ArgumentError(f"slices has {len(slices)} entries; at most {MAX_SLICES} fit one call")
-    check_slot_entries("entries", entries, modules=len(slices), on_device=True)
+    _, max_loras = check_slot_entries("entries", entries, modules=len(slices), on_device=True)
+    check_slots_fit(segments, max_loras)
+    check_aligned("entries", entries)
+    check_aligned("segments.tiles", segments.tiles)
+    if max_rank * in_features * x.dtype.itemsize > _BLOCK_LIMIT:
+        raise ArgumentError(
+            f"max_rank {max_rank} times in_features {in_features} makes a factor of over "
+            f"{_BLOCK_LIMIT} bytes, more than the kernels address"
+        )
     plan = _plan(routing.num_rows, len(slices), in_features, max_rank, x.dtype)
     h = scratch(workspace, plan.workspace_bytes, "lora_workspace_bytes")
     if routing.num_rows == 0:
@@ -171,7 +183,7 @@ def lora_delta(
         address(segments.tile_count),
         address(entries),
         len(slices),
-        entries.shape[1],
+        max_loras,
         routing.start_expert,
     )
     call = _Call(x, y, h, lists, plan, segments, _ROW_INDEX[x_rows], _ROW_INDEX[y_rows])

@@ -7,7 +7,7 @@ pair by counting; above, two stable counting sorts, by slot and then by expert.
 from __future__ import annotations
 
 from cupylora import reference
-from cupylora.checks import INT32, check_array, check_choice, check_int, check_max_loras
+from cupylora.checks import INT32, INT32_MAX, check_array, check_choice, check_int, check_max_loras
 from cupylora.ops._device import (
     address,
     blocks_for,
@@ -20,7 +20,7 @@ from cupylora.ops._device import (
 from cupylora.ops._device import workspace as scratch
 from cupylora.outputs import routing_output
 from cupylora.shapes import MAX_EXPERTS
-from cupylora.worklists import Array, Routing, RowOrder
+from cupylora.worklists import MAX_ROWS, Array, Routing, RowOrder
 
 __all__ = ["RANK_LIMIT", "route", "route_workspace_bytes"]
 
@@ -52,11 +52,12 @@ def route(
 ) -> Routing:
     num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
     max_loras = check_max_loras(max_loras)
-    start_expert = check_int("start_expert", start_expert, 0)
+    start_expert = check_int("start_expert", start_expert, 0, INT32_MAX)
     check_choice("row_order", row_order, ("token_major", "k_major"))
     check_array("topk_ids", topk_ids, dtype=INT32, shape=(None, None), on_device=True)
     tokens, top_k = topk_ids.shape
     check_int("topk_ids.shape[1]", top_k, 1)
+    check_int("topk_ids.size", tokens * top_k, 0, MAX_ROWS)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(tokens,), on_device=True)
     result = routing_output(
         output,

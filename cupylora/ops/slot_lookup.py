@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from cupylora import reference
 from cupylora.checks import INT32, check_array, check_choice, check_int, check_slot_entries
-from cupylora.ops._device import address, blocks_for, device_op, enqueue, output, status_pointer
+from cupylora.ops._device import (
+    address,
+    blocks_for,
+    check_aligned,
+    device_op,
+    enqueue,
+    output,
+    status_pointer,
+)
 from cupylora.outputs import token_lora_output
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import PACKED, ROW_MAJOR, Array, TokenLora
@@ -32,6 +40,7 @@ def slot_lookup(
     max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
     check_choice("a_layout", a_layout, (ROW_MAJOR, PACKED))
     modules, max_loras = check_slot_entries("table", table, on_device=True)
+    check_aligned("table", table)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(None,), on_device=True)
     tokens = len(token_to_slot)
     result = token_lora_output(output, out, modules, tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.checks import check_int, check_row_lora, check_status
+from cupylora.checks import INT32_MAX, check_int, check_row_lora, check_status
 from cupylora.errors import CapacityError
 from cupylora.outputs import lora_problems_output
 from cupylora.reference._output import checked_ranks, output_array
@@ -69,8 +69,8 @@ def build_problems(
         y_ptr=check_int("y_ptr", y_ptr, 0),
         itemsize=check_int("itemsize", itemsize, 1),
         h_itemsize=check_int("h_itemsize", itemsize if h_itemsize is None else h_itemsize, 1),
-        in_features=check_int("in_features", in_features, 1),
-        out_features=check_int("out_features", out_features, 1),
+        in_features=check_int("in_features", in_features, 1, INT32_MAX),
+        out_features=check_int("out_features", out_features, 1, INT32_MAX),
         max_rank=check_int("max_rank", max_rank, 1, MAX_RANK),
         ldx=check_int("ldx", in_features if ldx is None else ldx, in_features),
         ldy=check_int("ldy", out_features if ldy is None else ldy, out_features),

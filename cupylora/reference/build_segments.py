@@ -59,7 +59,9 @@ def build_segments(
     room = max(1, routing.num_rows) if max_segments is None else max_segments
     room = check_int("max_segments", room, 1)
     tile_room = tile_capacity(routing.num_rows, room, tile_rows)
-    result = segments_output(output_array, out, room, tile_room, tile_rows)
+    result = segments_output(
+        output_array, out, room, tile_room, tile_rows=tile_rows, max_loras=max_loras
+    )
 
     slots = checked_slots(token_to_slot, max_loras, status)[rows.token]
     starts = _run_starts(rows.expert, slots)

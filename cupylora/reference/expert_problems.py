@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupylora.checks import check_int
+from cupylora.checks import INT32_MAX, check_int
 from cupylora.outputs import problems_output
 from cupylora.reference._output import output_array
 from cupylora.reference._rows import valid_rows
@@ -45,8 +45,8 @@ def expert_problems(
         for name, value in (("x_ptr", x_ptr), ("w_ptr", w_ptr), ("y_ptr", y_ptr))
     )
     itemsize = check_int("itemsize", itemsize, 1)
-    in_features = check_int("in_features", in_features, 1)
-    out_features = check_int("out_features", out_features, 1)
+    in_features = check_int("in_features", in_features, 1, INT32_MAX)
+    out_features = check_int("out_features", out_features, 1, INT32_MAX)
     ldx = check_int("ldx", in_features if ldx is None else ldx, in_features)
     ldy = check_int("ldy", out_features if ldy is None else ldy, out_features)
     result = problems_output(output_array, out, experts)

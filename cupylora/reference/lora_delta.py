@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from cupylora.checks import (
     FLOATS,
+    INT32_MAX,
     check_array,
     check_choice,
     check_int,
     check_segments,
     check_slices,
     check_slot_entries,
+    check_slots_fit,
     check_status,
 )
 from cupylora.errors import ArgumentError
@@ -71,7 +73,7 @@ def lora_delta(
     ``max_rank``; with ``status`` (int32 [1]) the latter sets STATUS_BAD_RANK instead and the entry
     counts as rank 0.
     """
-    in_features = check_int("in_features", in_features, 1)
+    in_features = check_int("in_features", in_features, 1, INT32_MAX)
     max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
     check_choice("x_rows", x_rows, ("token", "pair", "row"))
     check_choice("y_rows", y_rows, ("pair", "row"))
@@ -84,6 +86,7 @@ def lora_delta(
     check_array("y", y, dtype=x.dtype, shape=shape, writable=True, on_device=False)
     check_slices(slices, y.shape[1])
     _, max_loras = check_slot_entries("entries", entries, modules=len(slices), on_device=False)
+    check_slots_fit(segments, max_loras)
     runs = _merge_tiles(segments, len(rows), routing.num_experts, max_loras)
 
     table = entries.view(SLOT_ENTRY)[..., 0]

@@ -10,6 +10,7 @@ import numpy as np
 
 from cupylora.checks import (
     INT32,
+    INT32_MAX,
     check_array,
     check_choice,
     check_int,
@@ -19,7 +20,7 @@ from cupylora.checks import (
 from cupylora.outputs import routing_output
 from cupylora.reference._output import checked_slots, output_array
 from cupylora.shapes import MAX_EXPERTS
-from cupylora.worklists import Array, Routing, RowOrder
+from cupylora.worklists import MAX_ROWS, Array, Routing, RowOrder
 
 __all__ = ["route"]
 
@@ -51,11 +52,12 @@ def route(
     """
     num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
     max_loras = check_max_loras(max_loras)
-    start_expert = check_int("start_expert", start_expert, 0)
+    start_expert = check_int("start_expert", start_expert, 0, INT32_MAX)
     check_choice("row_order", row_order, ("token_major", "k_major"))
     check_array("topk_ids", topk_ids, dtype=INT32, shape=(None, None), on_device=False)
     tokens, top_k = topk_ids.shape
     check_int("topk_ids.shape[1]", top_k, 1)
+    check_int("topk_ids.size", tokens * top_k, 0, MAX_ROWS)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(tokens,), on_device=False)
     check_status(status, on_device=False)
     result = routing_output(

@@ -1,0 +1,268 @@
+"""The device ops' host side without a device: checks, argument packing and launch shapes.
+
+Stand-in device arrays carry NumPy memory; launches are recorded instead of made. What is shown is
+that every op accepts what its twin accepts, hands each kernel arguments of its declared types, and
+refuses what it must before anything is enqueued. What kernels compute is for the gpu tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import sys
+import types
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from problem_util import RoutingCase, hostile_routings, make_case, random_case
+
+from cupylora import ops, reference
+from cupylora.compiler import kernel as kernels
+from cupylora.compiler.programs import find_program
+from cupylora.errors import ArgumentError, CapacityError
+from cupylora.ops import _device
+from cupylora.worklists import MAX_ROWS, ROW_MAJOR, SLOT_ENTRY, LoraSlice
+
+
+class FakeArray:
+    """What an op may ask of a device array: dtype, shape, flags, views and an address."""
+
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, host: np.ndarray) -> None:
+        self.host = host
+        self.dtype, self.shape, self.flags, self.size = (
+            host.dtype,
+            host.shape,
+            host.flags,
+            host.size,
+        )
+        self.data = types.SimpleNamespace(ptr=host.ctypes.data)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __getitem__(self, key: Any) -> FakeArray:
+        return FakeArray(self.host[key])
+
+
+def fake(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return FakeArray(_aligned(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value)]
+        return dataclasses.replace(value, **{n: fake(getattr(value, n)) for n in names})
+    return value
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    room = np.empty(array.nbytes + 256, np.uint8)
+    skip = -room.ctypes.data % 256
+    return room[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Launches by kernel; packing the arguments as the launch would proves they fit its types."""
+
+    launched: list[str] = dataclasses.field(default_factory=list)
+
+    def enqueue(
+        self,
+        program: str,
+        kernel: str,
+        types: tuple[str, ...],
+        grid: Any,
+        threads: int,
+        args: Any,
+        smem: int = 0,
+        *,
+        dependent: bool = False,
+    ) -> None:
+        assert kernel in find_program(program).kernels
+        assert len(types) == len(args)
+        struct.pack("@" + "".join(map(kernels._format, types)), *args)
+        for kind, value in zip(types, args, strict=True):
+            if kind.startswith("bytes"):
+                assert len(value) == int(kind.removeprefix("bytes"))
+        assert all(1 <= size < 2**31 for size in grid)
+        assert 0 <= smem <= 227 * 1024
+        assert dependent == program.startswith(("lora_shrink", "lora_expand"))
+        self.launched.append(f"{program}/{kernel}")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    module = types.ModuleType("cupy")
+    module.empty = lambda shape, dtype: fake(np.empty(shape, dtype))  # type: ignore[attr-defined]
+    module.zeros = lambda shape, dtype: fake(np.zeros(shape, dtype))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    for name in ops.__all__:
+        used = sys.modules.get(f"cupylora.ops.{name}")
+        if used is not None and hasattr(used, "enqueue"):
+            monkeypatch.setattr(used, "enqueue", made.enqueue)
+        if used is not None and hasattr(used, "resident_blocks"):
+            monkeypatch.setattr(used, "resident_blocks", lambda *_: 400)
+    return made
+
+
+def _routing(case: RoutingCase) -> Any:
+    return reference.route(case.topk_ids, case.token_to_slot, **case.sizes)  # type: ignore[arg-type]
+
+
+CASES = [*hostile_routings(), random_case(1, 1200, 8, 128, 16), random_case(2, 9000, 1, 1, 4)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_lists_are_made_from_every_routing(case: RoutingCase, recorder: Recorder) -> None:
+    slots = fake(case.token_to_slot)
+    routing = ops.route(fake(case.topk_ids), slots, **case.sizes)  # type: ignore[arg-type]
+    big = case.topk_ids.size > 2048
+    assert recorder.launched[0] == ("sort/digit_histogram" if big else "sort/route_rank")
+    segments = ops.build_segments(routing, slots, max_loras=case.max_loras)
+    assert segments.max_loras == case.max_loras
+    assert recorder.launched[-1] == "segments/segment_fill"
+    table = fake(np.zeros((2, case.max_loras, 48), np.uint8))
+    tokens = ops.slot_lookup(slots, table)
+    rows = ops.pointer_expand(routing, tokens)
+    sizes: dict[str, Any] = {"x_ptr": 16, "h_ptr": 32, "y_ptr": 2**63, "itemsize": 2}
+    sizes |= {"in_features": 64, "out_features": 8, "max_rank": 16}
+    for aggregate in (True, False):
+        for splitk in (None, 2):
+            ops.build_problems(rows, routing, 1, **sizes, aggregate=aggregate, splitk_slices=splitk)
+    again = ops.route(fake(case.topk_ids), slots, **case.sizes, out=routing)  # type: ignore[arg-type]
+    assert again.row_to_pair is routing.row_to_pair
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("tokens", [0, 1, 40, 3000])
+@pytest.mark.parametrize("max_rank", [1, 16, 17, 64, 512])
+def test_a_whole_layer_is_enqueued(
+    dtype: str, tokens: int, max_rank: int, recorder: Recorder
+) -> None:
+    from cupylora.dtypes import resolve_dtype
+
+    kind = resolve_dtype(dtype)
+    case = random_case(3, tokens, 2, 4, 3)
+    routing, slots = fake(_routing(case)), fake(case.token_to_slot)
+    segments = ops.build_segments(routing, slots, max_loras=3, tile_rows=16)
+    x, y = fake(np.zeros((tokens, 100), kind)), fake(np.zeros((2 * tokens, 61), kind))
+    entries = fake(np.zeros((2, 3, 48), np.uint8))
+    slices = [LoraSlice(20, 1), LoraSlice(40, 21)]
+    before = len(recorder.launched)
+    size = ops.lora_workspace_bytes(2 * tokens, 2, 100, max_rank, kind)
+    ops.lora_delta(
+        x,
+        y,
+        segments,
+        routing,
+        entries,
+        slices,
+        in_features=100,
+        max_rank=max_rank,
+        workspace=fake(np.zeros(size, np.uint8)),
+    )
+    assert len(recorder.launched) - before == (2 if tokens else 0)
+    permuted = ops.permute_rows(x, routing)
+    ops.activation(permuted, kind="silu", gated=True, routing=routing, rows="row")
+    ops.finalize(y, fake(np.zeros((tokens, 2), np.float32)), routing)
+    problems = ops.expert_problems(
+        routing, x_ptr=0, w_ptr=0, y_ptr=0, itemsize=2, in_features=8, out_features=8
+    )
+    for max_m in (None, 16, 64, 4096):
+        ops.grouped_gemm(problems, dtype=dtype, max_m=max_m)
+    ops.fill_uniform(permuted, 3, 1.0)
+
+
+def _refused(recorder: Recorder, message: str, call: Any, error: type = ArgumentError) -> None:
+    before = list(recorder.launched)
+    with pytest.raises(error, match=message):
+        call()
+    assert recorder.launched == before
+
+
+def test_what_would_fault_or_mix_tenants_is_refused(recorder: Recorder) -> None:
+    case = random_case(4, 10, 2, 4, 8)
+    routing, slots = fake(_routing(case)), fake(case.token_to_slot)
+    segments = ops.build_segments(routing, slots, max_loras=8)
+    kind = np.dtype(np.float16)
+    x, y = fake(np.zeros((10, 64), kind)), fake(np.zeros((20, 8), kind))
+
+    def delta(loras: int = 8, shift: int = 0, **changes: Any) -> None:
+        room = _aligned(np.zeros(loras * 48 + shift, np.uint8))
+        entries = FakeArray(room[shift:].reshape(1, loras, 48))
+        sizes = {"in_features": 64, "max_rank": 16} | changes
+        ops.lora_delta(x, y, segments, routing, entries, [LoraSlice(8)], **sizes)
+
+    delta()
+    _refused(recorder, "built for 8 slots; entries have 4", lambda: delta(4))
+    _refused(recorder, "entries does not start on a 16-byte", lambda: delta(shift=8))
+    small = fake(np.zeros(16, np.uint8))
+    _refused(recorder, "lora_workspace_bytes", lambda: delta(workspace=small), CapacityError)
+    _refused(recorder, "max_rank is 513", lambda: delta(max_rank=513))
+    table = FakeArray(_aligned(np.zeros(8 * 48 + 8, np.uint8))[8:].reshape(1, 8, 48))
+    _refused(recorder, "table does not start", lambda: ops.slot_lookup(slots, table))
+    wide = {"in_features": 2**24, "max_rank": 512}
+    tall = fake(np.lib.stride_tricks.as_strided(np.zeros(1, kind), (0, 2**24)))
+    empty = make_case("", np.zeros((0, 2)), [], 4, 8)
+    no_rows = fake(_routing(empty))
+    none = ops.build_segments(no_rows, fake(empty.token_to_slot), max_loras=8)
+    entries = fake(np.zeros((1, 8, 48), np.uint8))
+    target = fake(np.zeros((0, 8), kind))
+    _refused(
+        recorder,
+        "more than the kernels address",
+        lambda: ops.lora_delta(tall, target, none, no_rows, entries, [LoraSlice(8)], **wide),  # type: ignore[arg-type]
+    )
+
+
+def test_problem_lists_have_room_for_every_row(recorder: Recorder) -> None:
+    case = random_case(5, 10, 2, 4, 2)
+    routing = fake(_routing(case))
+    table = np.zeros((1, 2), SLOT_ENTRY)
+    table["a_layout"] = ROW_MAJOR
+    tokens = ops.slot_lookup(fake(case.token_to_slot), fake(table.view(np.uint8).reshape(1, 2, 48)))
+    rows = ops.pointer_expand(routing, tokens)
+    sizes: dict[str, Any] = {"x_ptr": 0, "h_ptr": 0, "y_ptr": 0, "itemsize": 2}
+    sizes |= {"in_features": 64, "out_features": 8, "max_rank": 16}
+    _refused(
+        recorder,
+        "max_problems is 19; at least 20",
+        lambda: ops.build_problems(rows, routing, 0, **sizes, max_problems=19),
+    )
+    ops.build_problems(rows, routing, 0, **sizes, max_problems=20)
+
+
+def test_rows_are_counted_in_32_bits(recorder: Recorder) -> None:
+    ids = FakeArray(np.lib.stride_tricks.as_strided(np.zeros(1, np.int32), (2**28, 8), (0, 0)))
+    ids.flags = types.SimpleNamespace(c_contiguous=True)  # type: ignore[assignment]
+    slots = FakeArray(np.lib.stride_tricks.as_strided(np.zeros(1, np.int32), (2**28,), (0,)))
+    slots.flags = types.SimpleNamespace(c_contiguous=True)  # type: ignore[assignment]
+    _refused(
+        recorder,
+        f"topk_ids.size is {2**31}; 0 to {MAX_ROWS}",
+        lambda: ops.route(ids, slots, num_experts=8, max_loras=2),
+    )
+
+
+def test_unaligned_tiles_are_refused(recorder: Recorder) -> None:
+    case = random_case(6, 10, 1, 1, 2)
+    routing, slots = fake(_routing(case)), fake(case.token_to_slot)
+    segments = ops.build_segments(routing, slots, max_loras=2)
+    room = _aligned(np.zeros(segments.tiles.size + 1, np.int32))
+    moved = dataclasses.replace(segments, tiles=FakeArray(room[1:].reshape(-1, 4)))
+    _refused(
+        recorder,
+        "out.tiles does not start on a 16-byte boundary",
+        lambda: ops.build_segments(routing, slots, max_loras=2, out=moved),
+    )
+
+
+def test_status_is_an_address_or_none(recorder: Recorder) -> None:
+    word = fake(np.zeros(1, np.int32))
+    assert _device.status_pointer(None) == 0
+    assert _device.status_pointer(word) == word.data.ptr
+    with pytest.raises(ArgumentError, match="status"):
+        _device.status_pointer(fake(np.zeros(2, np.int32)))
