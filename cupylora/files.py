@@ -8,6 +8,7 @@ after the file's name.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
@@ -55,12 +56,15 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises OSError or ValueError; ``largest`` in bytes."""
+    """The JSON object in ``path``. Raises OSError or ValueError; ``largest`` in bytes.
+
+    A byte order mark, as some editors put before the text, is passed over.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
             raise ValueError(f"{byte_size(size)} long; at most {byte_size(largest)} are read")
-        return parse_json(file.read(size))
+        return parse_json(file.read(size).removeprefix(codecs.BOM_UTF8))
 
 
 def parse_json(text: bytes) -> dict[str, Any]:

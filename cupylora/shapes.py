@@ -9,7 +9,7 @@ described by one :class:`MoeShape`; where there are none, the MLP's projections 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -226,14 +226,17 @@ def _dense_mlp(hidden: int, intermediate: int) -> tuple[tuple[ModuleShape, ...],
 
 
 def _latent_attention(
-    hidden: int, q_rank: int, kv_rank: int, heads: int, nope: int, rope: int, v: int
+    hidden: int, q_rank: int | None, kv_rank: int, heads: int, nope: int, rope: int, v: int
 ) -> tuple[tuple[ModuleShape, ...], ...]:
+    """q_rank: None where one q_proj makes the queries of x."""
+    q = heads * (nope + rope)
+    kv_a = ModuleShape("kv_a_proj_with_mqa", hidden, kv_rank + rope)
+    queries: tuple[tuple[ModuleShape, ...], ...] = ((ModuleShape("q_proj", hidden, q), kv_a),)
+    if q_rank is not None:
+        q_a, q_b = ModuleShape("q_a_proj", hidden, q_rank), ModuleShape("q_b_proj", q_rank, q)
+        queries = ((q_a, kv_a), (q_b,))
     return (
-        (
-            ModuleShape("q_a_proj", hidden, q_rank),
-            ModuleShape("kv_a_proj_with_mqa", hidden, kv_rank + rope),
-        ),
-        (ModuleShape("q_b_proj", q_rank, heads * (nope + rope)),),
+        *queries,
         (ModuleShape("kv_b_proj", kv_rank, heads * (nope + v)),),
         (ModuleShape("o_proj", heads * v, hidden),),
     )
@@ -323,12 +326,19 @@ _MAX_HEAD_DIM = 1 << 15
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-_ACTIVATIONS: dict[str, ActivationKind] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "relu2": "relu2",
-}
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
+
+_GATED_ACTIVATIONS: dict[str, ActivationKind] = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+"""Of the families below, whose experts are all gated, by the names that configs use."""
+
+_LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+_MOE_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", *_LATENT_FAMILIES)
+_DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_UNNAMED = "generic"
+"""Of a config without a model_type, which is believed if it has all the keys that tell its kind."""
+
+_LLAMA_KEYS = ("hidden_act", "intermediate_size", "num_key_value_heads")
+"""With the keys that every config must have, those by which a model of Llama's kind is known."""
 
 
 class _Config:
@@ -360,33 +370,17 @@ class _Config:
 
 def _from_config(values: Mapping[str, Any], path: Path) -> ModelShape:
     config = _Config(values, path)
-    family = values.get("model_type", "generic")
-    if not isinstance(family, str):
-        raise config.error("model_type", "a string is needed")
-    hidden = config.int("hidden_size")
-    heads = config.int("num_attention_heads", most=_MAX_HEADS)
-    if family in ("deepseek_v2", "deepseek_v3") and values.get("q_lora_rank"):
-        dense = _latent_attention(
-            hidden,
-            config.int("q_lora_rank"),
-            config.int("kv_lora_rank", most=_MAX_SIZE // 2),
-            heads,
-            config.int("qk_nope_head_dim", most=_MAX_HEAD_DIM // 2),
-            config.int("qk_rope_head_dim", most=_MAX_HEAD_DIM // 2),
-            config.int("v_head_dim", most=_MAX_HEAD_DIM // 2),
+    if "hidden_size" not in values and isinstance(values.get("text_config"), dict):
+        raise ArgumentError(
+            f"{path}: the language model's keys stand under text_config; save that object as a "
+            "config.json of its own and give it"
         )
-    else:
-        if config.key("head_dim") is None and heads > hidden:
-            raise config.error(
-                "num_attention_heads",
-                f"at most hidden_size ({hidden}) can be, as there is no head_dim",
-            )
-        head_dim = config.int("head_dim", default=hidden // heads, most=_MAX_HEAD_DIM)
-        kv_heads = config.int("num_key_value_heads", default=heads, most=_MAX_HEADS)
-        dense = _attention(hidden, heads * head_dim, kv_heads * head_dim)
+    family = _family(config)
+    hidden = config.int("hidden_size")
+    dense = _attention_from_config(config, family, hidden)
     moe = _moe_from_config(config, family, hidden) if _has_experts(config) else None
     if moe is None:
-        dense += _dense_mlp(hidden, config.int("intermediate_size"))
+        dense += _dense_mlp_from_config(config, family, hidden)
     return ModelShape(
         name=path.absolute().parent.name if path.name == "config.json" else path.stem,
         layers=config.int("num_hidden_layers"),
@@ -395,6 +389,68 @@ def _from_config(values: Mapping[str, Any], path: Path) -> ModelShape:
         moe=moe,
         family=family,
     )
+
+
+def _family(config: _Config) -> str:
+    """The config's model_type, if its layers are known."""
+    family = config.values.get("model_type")
+    if family is None:
+        return _UNNAMED
+    if not isinstance(family, str):
+        raise config.error("model_type", "a string is needed")
+    known = (_UNNAMED, *_DENSE_FAMILIES, *_MOE_FAMILIES)
+    if family not in known:
+        raise _unlike(config, "neither Llama's kind nor of a known one with routed experts", known)
+    return family
+
+
+def _unlike(config: _Config, what: str, known: Iterable[str]) -> ArgumentError:
+    """For a model whose layers would be taken for others."""
+    return config.error(
+        "model_type",
+        f"its layers are {what} ({', '.join(known)}); if they are built as one of these, give that "
+        "as model_type, else describe them by a ModelShape in Python",
+    )
+
+
+def _attention_from_config(
+    config: _Config, family: str, hidden: int
+) -> tuple[tuple[ModuleShape, ...], ...]:
+    heads = config.int("num_attention_heads", most=_MAX_HEADS)
+    if family in _LATENT_FAMILIES or config.key("kv_lora_rank"):
+        return _latent_attention(
+            hidden,
+            config.int("q_lora_rank") if config.key("q_lora_rank") else None,
+            config.int("kv_lora_rank", most=_MAX_SIZE // 2),
+            heads,
+            config.int("qk_nope_head_dim", most=_MAX_HEAD_DIM // 2),
+            config.int("qk_rope_head_dim", most=_MAX_HEAD_DIM // 2),
+            config.int("v_head_dim", most=_MAX_HEAD_DIM // 2),
+        )
+    if config.key("head_dim") is None and heads > hidden:
+        raise config.error(
+            "num_attention_heads",
+            f"at most hidden_size ({hidden}) can be, as there is no head_dim",
+        )
+    head_dim = config.int("head_dim", default=hidden // heads, most=_MAX_HEAD_DIM)
+    kv_heads = config.int("num_key_value_heads", default=heads, most=_MAX_HEADS)
+    return _attention(hidden, heads * head_dim, kv_heads * head_dim)
+
+
+def _dense_mlp_from_config(
+    config: _Config, family: str, hidden: int
+) -> tuple[tuple[ModuleShape, ...], ...]:
+    missing = [key for key in _LLAMA_KEYS if config.key(key) is None]
+    if family == _UNNAMED and missing:
+        raise ArgumentError(
+            f"{config.path}: without a model_type, and without {', '.join(missing)}, this is not "
+            f"Llama's kind; give one of {', '.join(_DENSE_FAMILIES)} as model_type if it is, else "
+            "describe it by a ModelShape in Python"
+        )
+    if family == "gpt_oss":
+        keys = ", ".join(_EXPERT_COUNTS)
+        raise config.error("model_type", f"it has routed experts, but none of {keys} is given")
+    return _dense_mlp(hidden, config.int("intermediate_size"))
 
 
 def _has_experts(config: _Config) -> bool:
@@ -425,12 +481,34 @@ def _moe_from_config(config: _Config, family: str, hidden: int) -> MoeShape:
             config.key(*chosen), f"at most {config.key(*_EXPERT_COUNTS)} ({experts}) can be chosen"
         )
     intermediate = config.int("moe_intermediate_size", "intermediate_size", most=_MAX_SIZE // 2)
-    if family == "gpt_oss":
-        return _gpt_oss(config, MoeShape(hidden, intermediate, experts, top_k))
-    name = config.values.get("hidden_act", "silu")
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise config.error("hidden_act", f"one of {', '.join(_ACTIVATIONS)} is needed")
-    return MoeShape(hidden, intermediate, experts, top_k, activation=_ACTIVATIONS[name])
+    sizes = MoeShape(hidden, intermediate, experts, top_k)
+    if family in _DENSE_FAMILIES:
+        raise _unlike(config, "none of those known with routed experts", _MOE_FAMILIES)
+    activation = _gated_activation(config, family)
+    return _gpt_oss(config, sizes) if family == "gpt_oss" else replace(sizes, activation=activation)
+
+
+def _gated_activation(config: _Config, family: str) -> ActivationKind:
+    """What every activation key that is given says. Known families need none of them."""
+    given = [key for key in _ACTIVATION_KEYS if config.key(key)]
+    if not given and family == _UNNAMED:
+        raise ArgumentError(
+            f"{config.path}: has routed experts, but neither model_type nor hidden_act, so that "
+            "what they compute is unknown; add one of them"
+        )
+    names = ("silu", "swish") if family == "gpt_oss" else tuple(_GATED_ACTIVATIONS)
+    for key in given:
+        value = config.values[key]
+        if not isinstance(value, str) or value not in names:
+            raise config.error(
+                key,
+                f"one of {', '.join(names)} is needed for gated experts; describe others by a "
+                "MoeShape in Python",
+            )
+    kinds = {key: _GATED_ACTIVATIONS[config.values[key]] for key in given}
+    if len(set(kinds.values())) > 1:
+        raise config.error(given[0], f"but {given[-1]} differs from it; remove one of them")
+    return next(iter(kinds.values()), "silu")
 
 
 def _gpt_oss(config: _Config, sizes: MoeShape) -> MoeShape:

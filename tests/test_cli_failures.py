@@ -76,6 +76,35 @@ def test_folders_that_cannot_be_looked_into(
     assert str(closed) in line
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_record_s_file_is_tried_before_the_run(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "run.json"
+    if there:
+        record.write_text("old")
+    monkeypatch.setattr("cupylora.cli.run.prepare_run", None)
+    with monkeypatch.context() as context:
+
+        def denied(*_: Any, **__: Any) -> Any:
+            raise PermissionError(13, "Permission denied", str(record))
+
+        context.setattr(Path, "open", denied)
+        result = CliRunner().invoke(main, [*RUN, "--json", str(record)])
+    assert result.exit_code == 2
+    assert "--json: Permission denied" in one_line(result.stderr)
+    assert isinstance(CliRunner().invoke(main, [*RUN, "--json", str(record)]).exception, TypeError)
+    assert record.exists() == there
+    assert not there or record.read_text() == "old"
+
+
+@pytest.mark.parametrize("arguments", [RUN, ("--help",)], ids=str)
+def test_a_closed_stdout(arguments: tuple[str, ...]) -> None:
+    code, _, err = finish(start(*arguments, preexec_fn=lambda: os.close(1)))
+    assert code == 2
+    assert "standard output is closed" in one_line(err)
+
+
 @pytest.mark.parametrize("error", [MemoryError(), MemoryError("Unable to allocate 7 GiB")], ids=str)
 def test_memory_that_is_not_there(error: MemoryError, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:

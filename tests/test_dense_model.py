@@ -33,6 +33,7 @@ LLAMA = {
     "hidden_act": "silu",
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 PATHS = {
     **{f"{m}_proj": f"self_attn.{m}_proj" for m in "qkvo"},
     **{f"{m}_proj": f"mlp.{m}_proj" for m in ("gate", "up", "down")},
@@ -86,7 +87,7 @@ def test_no_experts_is_dense(changes: dict[str, Any], tmp_path: Path) -> None:
     "changes",
     [
         {"model_type": "qwen3_moe", "mlp_only_layers": [0], "decoder_sparse_step": 2},
-        {"model_type": "deepseek_v3", "first_k_dense_replace": 1},
+        {"model_type": "deepseek_v3", "first_k_dense_replace": 1, **LATENT},
     ],
     ids=str,
 )
@@ -95,7 +96,7 @@ def test_dense_and_moe_layers_stay_moe(changes: dict[str, Any], tmp_path: Path) 
     assert model.moe is not None
     assert (model.moe.experts, model.moe.intermediate) == (8, 24)
     assert [m.name for m in model.modules].count("gate_proj") == 1
-    assert len(model.dense_groups) == 2
+    assert len(model.dense_groups) == (3 if "kv_lora_rank" in changes else 2)
 
 
 def test_unknown_expert_keys_are_not_taken_for_dense(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save, save_file
 
-from cupylora.adapters.path_pattern import PathPattern
+from cupylora.adapters.path_pattern import PatternTable
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.safetensors_file import read_safetensors
 from cupylora.errors import AdapterFormatError, ArgumentError
@@ -127,7 +127,8 @@ HOSTILE = "((.)*)*(.*)*(.*)*Z"
 
 
 @pytest.mark.parametrize(
-    "key", [HOSTILE, "(.|.)" * 40 + "Z", "(((.{9}){9}){9}){9}", ".*" * 90 + "Z"]
+    "key",
+    [HOSTILE, "(.|.)" * 40 + "Z", "(((.{9}){9}){9}){9}", ".*" * 2000 + "Z", "(.?)" * 1000 + "Z"],
 )
 @pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
 def test_no_pattern_takes_long(setting: str, key: str, tmp_path: Path) -> None:
@@ -155,9 +156,85 @@ def test_patterns_match_as_peft_matches_them(
 ) -> None:
     bare = [[(atom, "" if atom in "^$" else repeat) for atom, repeat in part] for part in key]
     text = "|".join("".join(atom + repeat for atom, repeat in part) for part in bare)
-    pattern = PathPattern(text)
+    table = PatternTable()
+    table.add(text)
     for path in paths:
-        assert pattern.matches(path) == bool(re.match(rf"(.*\.)?({text})$", path)), path
+        found = table.first((path,)) == 0
+        assert found == bool(re.match(rf"(.*\.)?({text})$", path)), path
+
+
+TEXTS = st.lists(
+    st.sampled_from(["a", "b", "1", ".", ".", r"\.", "-", "_", "é", "a*", r"\w", "(?P<n>b)?"]),
+    min_size=1,
+    max_size=5,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    keys=st.lists(TEXTS.filter(lambda t: t.count("<n>") < 2), max_size=6, unique=True),
+    paths=st.lists(st.from_regex(r"[ab1é_-]{1,3}(\.[ab1-]{1,3}){0,3}", fullmatch=True), max_size=6),
+)
+def test_the_first_key_of_a_table_is_what_peft_finds(keys: list[str], paths: list[str]) -> None:
+    table = PatternTable()
+    for key in keys:
+        table.add(key)
+    pairs = list(zip(paths, reversed(paths), strict=True))
+    match = [
+        [any(re.match(rf"(.*\.)?({key})$", path) for path in pair) for key in keys]
+        for pair in pairs
+    ]
+    for pair, matching in zip(pairs, match, strict=True):
+        assert table.first(pair) == (matching.index(True) if True in matching else None)
+    unmatched = [n for n in range(len(keys)) if not any(matching[n] for matching in match)]
+    assert table.unmatched() == unmatched
+
+
+def test_many_modules_and_keys_take_no_time() -> None:
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
+        for layer in range(48)
+        for expert in range(128)
+        for name in ("gate", "up", "down")
+    ]
+    keys = [name if n % 2 else re.escape(name) for n, name in enumerate(names[::-4])][:4096]
+    table = PatternTable()
+    start = time.perf_counter()
+    for key in keys:
+        table.add(key)
+    found = [table.first((name.removeprefix("model."), name)) for name in names]
+    assert table.unmatched() == []
+    assert time.perf_counter() - start < 5
+    assert found[::-4][:4096] == list(range(4096))
+    assert found.count(None) == len(names) - 4096
+
+
+def test_many_modules_and_expressions_take_no_time() -> None:
+    table = PatternTable()
+    start = time.perf_counter()
+    for expert in range(128):
+        for layers in ("[0-9]", r"\d+", ".*"):
+            table.add(rf".*layers\.{layers}\.mlp\.experts\.{expert}\..*")
+    for layer in range(48):
+        for expert in range(128):
+            path = f"model.layers.{layer}.mlp.experts.{expert}.up_proj"
+            assert table.first((path,)) == 3 * expert + (layer > 9)
+    assert table.unmatched() == []
+    assert time.perf_counter() - start < 5
+
+
+def test_too_many_expressions_are_refused(tmp_path: Path) -> None:
+    patterns = {f"key{i}.*": 4 for i in range(4097)}
+    message = refused(write(tmp_path, q_tensors(), rank_pattern=patterns))
+    assert "'key4096.*'" in message
+    assert "beyond what is read (4096 expressions" in message
+
+
+def test_long_keys_are_read(tmp_path: Path) -> None:
+    key = "|".join(f"layers.{i}.self_attn.q_proj" for i in range(140))
+    assert 3500 < len(key) <= 4096
+    folder = write(tmp_path, q_tensors(), alpha_pattern={key: 2})
+    assert read_adapter(folder, TOY).factors[0, "q_proj"].scale == 0.5
 
 
 def test_repeated_keys_are_refused(tmp_path: Path) -> None:
@@ -283,6 +360,7 @@ def test_refused_tensors_are_each_named(tmp_path: Path) -> None:
         {"lora_alpha": None},
         {"lora_alpha": True},
         {"lora_alpha": math.inf},
+        {"lora_alpha": 1e-46},
         {"use_rslora": "yes"},
         {"rank_pattern": {"q_proj": 0}},
         {"rank_pattern": {"q_proj": 2.5}},
@@ -292,7 +370,11 @@ def test_refused_tensors_are_each_named(tmp_path: Path) -> None:
         {"r": 4.5},
         {"r": True},
         {"r": 0},
-        {"rank_pattern": {"x" * 257: 4}},
+        {"rank_pattern": {"x" * 4097: 4}},
+        {"rank_pattern": {"(x|y)" * 820: 4}},
+        {"rank_pattern": {r"(?P<a>q)(?P<a>_)proj": 4}},
+        {"rank_pattern": {r"(?P=a)q_proj": 4}},
+        {"rank_pattern": {r"\bq_proj": 4}},
         {"rank_pattern": {r"(q)_proj\1": 4}},
         {"rank_pattern": {"(?=q)q_proj": 4}},
         {"rank_pattern": {"(?i)q_proj": 4}},

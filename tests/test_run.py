@@ -287,11 +287,43 @@ def test_room_that_synthetic_adapters_take(name: str, dtype: str, itemsize: int)
     assert _room.synthetic_arena_bytes(model, 3, itemsize) == adapter_bytes(adapter, itemsize)
 
 
+def test_only_files_that_are_read_count(tmp_path: Path) -> None:
+    for name, size in (("adapter_model", 5), ("optimizer", 70), ("s-1", 11), ("s-2", 13)):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(size))
+    assert _room.file_bytes(str(tmp_path)) == 5
+    (tmp_path / "adapter_model.safetensors").unlink()
+    index = tmp_path / "adapter_model.safetensors.index.json"
+    names = {"a": "s-1.safetensors", "b": "s-2.safetensors", "c": "s-1.safetensors"}
+    index.write_text(json.dumps({"weight_map": names}))
+    assert _room.file_bytes(str(tmp_path)) == 24
+    for broken in ('{"weight_map": [1]}', "{", '{"weight_map": {"a": 1}}'):
+        index.write_text(broken)
+        assert _room.file_bytes(str(tmp_path)) == 0
+
+
+def test_control_characters_are_escaped_in_tables(tmp_path: Path) -> None:
+    folder = tmp_path / "bold\x1b[1m"
+    folder.mkdir()
+    (folder / "config.json").write_text((DATA / "models/tiny-moe/config.json").read_text())
+    adapter = f"red\x1b[31m={DATA / 'demo' / 'contracts-r8'}"
+    result = run("--model", folder, "--adapter", adapter, "--backend", "numpy", "--steps", 1)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.output
+    assert r"'red\x1b[31m'" in result.output
+    assert r"'bold\x1b[1m'" in result.output
+    (folder / "config.json").write_text("{")
+    result = run("--model", folder)
+    assert result.exit_code == 2
+    assert "\x1b" not in result.output
+    assert r"bold\x1b[1m" in result.output
+
+
 def test_files_count_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = DATA / "demo" / "contracts-r8"
     size = (folder / "adapter_model.safetensors").stat().st_size
     assert _room.file_bytes(str(folder)) == size
     assert _room.file_bytes("/no/such/folder") == 0
+    assert _room.file_bytes("a\0b") == 0
     monkeypatch.setattr(_setup, "read_adapter", None)
     monkeypatch.setattr("cupylora.backend.NumpyBackend.free_bytes", lambda self: size - 1)
     line = one_line(run("--backend", "numpy", "--lora-only", "--adapter", folder))

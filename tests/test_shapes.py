@@ -99,6 +99,87 @@ def test_the_key_is_named(base: dict[str, Any], change: dict[str, Any], tmp_path
     assert len(message) < 300 + len(str(tmp_path))
 
 
+@pytest.mark.parametrize("key", ["hidden_act", "hidden_activation", "mlp_hidden_act"])
+def test_activations_of_experts(key: str, tmp_path: Path) -> None:
+    bare = {k: v for k, v in MIXTRAL.items() if k != "hidden_act"}
+    for value, kind in (("swish", "silu"), ("gelu", "gelu")):
+        moe = load_model(write(tmp_path, {**bare, key: value})).moe
+        assert moe is not None
+        assert moe.activation == kind
+    for value in ("relu2", "gelu_pytorch_tanh", "quick_gelu", 1):
+        message = refused(write(tmp_path, {**bare, key: value}))
+        assert f"config.json: {key} is {value!r}; one of silu, swish, gelu is needed" in message
+        assert "MoeShape in Python" in message
+
+
+def test_activations_that_differ_or_are_unknown(tmp_path: Path) -> None:
+    both = {**MIXTRAL, "hidden_activation": "gelu"}
+    assert "hidden_act is 'silu'; but hidden_activation" in refused(write(tmp_path, both))
+    assert "hidden_act is 'gelu'" in refused(write(tmp_path, {**GPT_OSS, "hidden_act": "gelu"}))
+    unnamed = {k: v for k, v in GPT_OSS.items() if k != "model_type"}
+    assert "neither model_type nor hidden_act" in refused(write(tmp_path, unnamed))
+    moe = load_model(write(tmp_path, {**unnamed, "hidden_act": "silu"})).moe
+    assert moe == MoeShape(32, 24, 4, 2)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "nemotron", "phi3", "qwen9_moe", "x" * 500])
+@pytest.mark.parametrize("experts", [{}, {"num_local_experts": 0}], ids=["moe", "dense"])
+def test_unknown_families_are_refused(family: str, experts: dict[str, Any], tmp_path: Path) -> None:
+    message = refused(write(tmp_path, {**MIXTRAL, **experts, "model_type": family}))
+    for words in ("config.json: model_type is", "Llama's kind", "mixtral", "ModelShape in Python"):
+        assert words in message
+    assert len(message) < 600 + len(str(tmp_path))
+
+
+def test_dense_families_have_no_experts(tmp_path: Path) -> None:
+    message = refused(write(tmp_path, {**MIXTRAL, "model_type": "llama"}))
+    assert "model_type is 'llama'" in message
+    assert "qwen3_moe" in message
+    message = refused(write(tmp_path, {**GPT_OSS, "num_local_experts": 0}))
+    assert "model_type is 'gpt_oss'; it has routed experts" in message
+
+
+def test_a_dense_config_without_a_model_type(tmp_path: Path) -> None:
+    whole = {**MIXTRAL, "num_local_experts": 0, "model_type": None}
+    assert [m.name for m in load_model(write(tmp_path, whole)).modules][-1] == "down_proj"
+    for key in ("hidden_act", "num_key_value_heads", "intermediate_size"):
+        message = refused(write(tmp_path, {k: v for k, v in whole.items() if k != key}))
+        assert f"without {key}" in message
+        assert "not Llama's kind" in message
+
+
+@pytest.mark.parametrize("family", [None, "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_known_by_kv_lora_rank(family: str | None, tmp_path: Path) -> None:
+    config = {**DEEPSEEK, "hidden_act": "silu", "model_type": family}
+    shapes = {
+        (8,): {"q_a_proj": (32, 8), "q_b_proj": (8, 24)},
+        (None,): {"q_proj": (32, 24)},
+        (): {"q_proj": (32, 24)},
+    }
+    for (*rank,), queries in shapes.items():
+        change = {"q_lora_rank": rank[0]} if rank else {}
+        values = {k: v for k, v in config.items() if k != "q_lora_rank"} | change
+        groups = load_model(write(tmp_path, values)).dense_groups
+        expected = queries | {
+            "kv_a_proj_with_mqa": (32, 12),
+            "kv_b_proj": (8, 32),
+            "o_proj": (16, 32),
+        }
+        assert {m.name: (m.in_features, m.out_features) for g in groups for m in g} == expected
+        assert [m.name for m in groups[0]] == [next(iter(queries)), "kv_a_proj_with_mqa"]
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path, MIXTRAL)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_model(path).family == "mixtral"
+
+
+def test_text_config_is_pointed_at(tmp_path: Path) -> None:
+    message = refused(write(tmp_path, {"model_type": "llama4", "text_config": MIXTRAL}))
+    assert "text_config; save that object" in message
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -494,6 +494,8 @@ def test_with_layers_cuts() -> None:
         (np.ones((1, 0, 3)), np.ones((1, 4, 0)), 1.0),
         (np.ones((1, 2, 3)), np.ones((1, 4, 2)), np.inf),
         (np.ones((1, 2, 3)), np.ones((1, 4, 2)), 1e39),
+        (np.ones((1, 2, 3)), np.ones((1, 4, 2)), 1e-46),
+        (np.ones((1, 2, 3)), np.ones((1, 4, 2)), 10**400),
     ],
 )
 def test_factors_that_do_not_belong_together(a: np.ndarray, b: np.ndarray, scale: float) -> None:
@@ -518,6 +520,28 @@ def test_what_are_no_factors(change: dict[str, Any], words: str) -> None:
     assert LoraFactors(**good).rank == 2  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=words):
         LoraFactors(**{**good, **change})
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [np.float16(1), np.float32(1), np.int8(1), 1, 1.0])
+def test_scales_of_other_types(scale: Any) -> None:
+    factors = LoraFactors(np.ones((1, 2, 3)), np.ones((1, 4, 2)), scale)
+    assert factors.scale == 1
+    assert type(factors.scale) is float
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (("a", None), "Adapter.factors is a NoneType"),
+        (("a", []), "Adapter.factors is a list"),
+        ((None, {}), "Adapter.name is None"),
+        (("a", {}, 3), "Adapter.source is 3"),
+    ],
+)
+def test_fields_of_adapters(fields: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        Adapter(*fields)
 
 
 def test_what_is_no_synthetic_adapter() -> None:

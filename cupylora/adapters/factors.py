@@ -19,7 +19,7 @@ from cupylora.adapters.dtypes import factor_dtype
 from cupylora.checks import check_int
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
-from cupylora.text import counted, quoted
+from cupylora.text import counted, quoted, shown
 
 __all__ = ["Adapter", "LoraFactors", "synthetic_adapter", "synthetic_host_bytes"]
 
@@ -58,9 +58,7 @@ class LoraFactors:
             )
         if 0 in self.a.shape or 0 in self.b.shape:
             raise ArgumentError(f"a {self.a.shape} and b {self.b.shape} must not be empty")
-        real = isinstance(self.scale, int | float | np.floating | np.integer)
-        if isinstance(self.scale, bool) or not real or not abs(self.scale) <= _LARGEST:
-            raise ArgumentError(f"scale is {quoted(self.scale)}; a finite float32 is needed")
+        object.__setattr__(self, "scale", _scale(self.scale))
 
     @property
     def rank(self) -> int:
@@ -68,13 +66,41 @@ class LoraFactors:
         return int(self.a.shape[1])
 
 
+def _scale(value: Any) -> float:
+    """``value`` as a float that float32 can hold. Raises ArgumentError."""
+    if isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool):
+        try:
+            scale = float(value)
+        except OverflowError:
+            scale = math.inf
+        if abs(scale) <= _LARGEST and (scale == 0 or np.float32(scale) != 0):
+            return scale
+    raise ArgumentError(
+        f"scale is {quoted(value)}; a finite float32 is needed, and one that is not lost to 0"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One adapter: its name, its factors by (layer, module name), and where it came from."""
+    """One adapter: its name, its factors by (layer, module name), and where it came from.
+
+    Raises ArgumentError for fields of other types; the factors' keys are judged when it is used.
+    """
 
     name: str
     factors: Mapping[tuple[int, str], LoraFactors]
     source: str = field(default="memory")
+
+    def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ArgumentError(f"Adapter.{name} is {quoted(value)}; a string is needed")
+        if not isinstance(self.factors, Mapping):
+            raise ArgumentError(
+                f"Adapter.factors is a {type(self.factors).__name__}; a mapping of (layer, module "
+                "name) to LoraFactors is needed"
+            )
 
     def _check_keys(self) -> None:
         """Raise ArgumentError for a key that is no (layer, module name), or another value."""
@@ -82,13 +108,13 @@ class Adapter:
             layer, name = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
             if type(layer) is not int or not isinstance(name, str):
                 raise ArgumentError(
-                    f"adapter {self.name}: {quoted(key)} is no key of factors; a layer (int) and a "
-                    "module's name are needed"
+                    f"adapter {shown(self.name)}: {quoted(key)} is no key of factors; a layer "
+                    "(int) and a module's name are needed"
                 )
             if not isinstance(factors, LoraFactors):
                 raise ArgumentError(
-                    f"adapter {self.name}, {quoted(key)}: a {type(factors).__name__}; LoraFactors "
-                    "are needed"
+                    f"adapter {shown(self.name)}, {quoted(key)}: a {type(factors).__name__}; "
+                    "LoraFactors are needed"
                 )
 
     @property
@@ -124,10 +150,10 @@ class Adapter:
         self._check_keys()
         modules = {module.name: module for module in model.modules}
         for (layer, name), factors in self.factors.items():
-            where = f"adapter {self.name}, layer {layer}, {name}"
+            where = f"adapter {shown(self.name)}, layer {layer}, {name}"
             if not 0 <= layer < model.layers or name not in modules:
                 raise AdapterFormatError(
-                    f"{where}: model {model.name} has {counted(model.layers, 'layer')} of "
+                    f"{where}: model {shown(model.name)} has {counted(model.layers, 'layer')} of "
                     f"{', '.join(modules)}; load an adapter of this model"
                 )
             module = modules[name]
@@ -149,8 +175,8 @@ def _check_shape(
 ) -> None:
     if factor.shape[0] not in (1, experts) or factor.shape[axis] != features:
         raise AdapterFormatError(
-            f"{where} has shape {factor.shape}; model {model} needs {experts} (or 1) on axis 0 and "
-            f"{features} features on axis {axis}; load an adapter of this model"
+            f"{where} has shape {factor.shape}; model {shown(model)} needs {experts} (or 1) on "
+            f"axis 0 and {features} features on axis {axis}; load an adapter of this model"
         )
 
 

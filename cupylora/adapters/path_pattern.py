@@ -1,62 +1,202 @@
 """Keys of rank_pattern and alpha_pattern: regular expressions from a file, matched in bounded time.
 
-``peft_config`` asks a :class:`PathPattern` whether it matches a module's path, as peft does: from
-the start of the path or after one of its dots, to the path's end. Python's ``re`` backtracks, so
-that one hostile key could take years. Here a key becomes its positions (single characters and
-classes) with the positions that may stand before each (Glushkov's automaton), and all ways to match
-are followed at once: a path costs at most its length times the key's, whatever the key.
+``peft_config`` asks a :class:`PatternTable` which key of a setting is the first to match a module's
+path, as peft matches: from the start of the path or after one of its dots, to the path's end.
+Python's ``re`` backtracks, so that one hostile key could take years. Here a key
+becomes its positions (single characters and classes) with the positions that may stand before each
+(Glushkov's automaton), and all ways to match, of many keys together, are followed at once: a path
+costs at most its length times the keys', whatever they are. Keys that are paths need none of that:
+the table looks them up.
 
-Read: plain characters, ``.``, classes, escapes (``\\.``, ``\\d``, ``\\w``, ...), groups, ``|``,
-``*``, ``+``, ``?``, ``{m,n}``, ``^`` and ``$``. Refused: whatever needs more than that
-(backreferences, lookarounds, ``\\b``, flags), and keys of over 256 characters or positions.
+Read: plain characters, ``.``, classes, escapes (``\\.``, ``\\d``, ``\\w``, ...), groups (named ones
+too), ``|``, ``*``, ``+``, ``?``, ``{m,n}``, ``^`` and ``$``. Refused: whatever needs more than that
+(backreferences, lookarounds, ``\\b``, flags), and keys of over 4096 characters or positions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from cupylora.text import quoted
 
-__all__ = ["LONGEST_KEY", "PathPattern"]
+__all__ = ["LONGEST_KEY", "PatternTable"]
 
-LONGEST_KEY = 256
+LONGEST_KEY = 4096
 """Characters of a key, and atoms it may have once counted repeats are written out."""
 
+_MOST_KEYS = 4096
+"""Keys of one setting that are expressions, and forms of those that are paths."""
+_MOST_ATOMS = 1 << 18
+"""Of all expressions of one setting."""
+
 _DEEPEST = 20
-_CACHED = 1 << 14
+_TOGETHER = 1 << 12
+"""Atoms from which on a group of expressions takes no further one."""
+_MOST_STEPS, _CACHED = 1 << 14, 1 << 25
+"""Steps that a group keeps: so many, and so many times its atoms, at most."""
+_PATH = re.compile(r"(?:[\w.-]|\\\.)+")
+_GROUP = re.compile(r"\((?:\?:|\?P<(?P<name>[^\W\d]\w*)>)?")
 _START, _END = "^", "$"
 _CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]")
 _ESCAPE = re.compile(r"\\(?:[dDwWsS]|[^a-zA-Z0-9])")
 _REPEAT = re.compile(r"[*+?]|\{([0-9]{1,3})?(?:(,)([0-9]{1,3})?)?\}")
 
 
-class PathPattern:
-    """One key. Raises ValueError, saying what is not read, for a key outside the above."""
+class PatternTable:
+    """The keys of one setting, in the file's order: the first that matches counts."""
 
-    def __init__(self, key: str) -> None:
-        parser = _Parser(key)
-        whole = parser.parse()
-        self._atoms, self._before = parser.atoms, parser.before
-        self._first = whole.first
-        self._last = self._past(_END, whole.last)
+    def __init__(self) -> None:
+        self._count = self._atoms = 0
+        self._expressions: list[tuple[int, _Parser]] = []
+        self._groups: list[_Group] | None = None
+        # Keys that are paths by their length, then by the places of their dots, which match any
+        # character: the key without them → its number.
+        self._paths: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        self._forms = 0
+        self._unused: set[int] = set()
+        self._asked: dict[tuple[str, ...], None] = {}
+
+    def add(self, key: str) -> None:
+        """Give ``key`` the next number. Raises ValueError if it cannot be read."""
+        if len(key) > LONGEST_KEY:
+            raise ValueError(f"it has {len(key)} characters; at most {LONGEST_KEY} are read")
+        if _PATH.fullmatch(key):
+            self._add_path(key)
+        else:
+            expression = _Parser(key)
+            self._expressions.append((self._count, expression))
+            self._atoms += len(expression.atoms)
+            self._groups = None
+        if len(self._expressions) + self._forms > _MOST_KEYS or self._atoms > _MOST_ATOMS:
+            raise ValueError(
+                f"with those before it, it is beyond what is read ({_MOST_KEYS} expressions, "
+                f"{_MOST_ATOMS} positions)"
+            )
+        self._unused.add(self._count)
+        self._count += 1
+
+    def _add_path(self, key: str) -> None:
+        text = key.replace("\\.", "\n")  # a literal dot; no key that is a path has a newline
+        wild = tuple(i for i, character in enumerate(text) if character == ".")
+        forms = self._paths.setdefault(len(text), {})
+        self._forms += wild not in forms
+        forms.setdefault(wild, {})[text.replace("\n", ".")] = self._count
+
+    def first(self, paths: tuple[str, ...]) -> int | None:
+        """The number of the first key that matches any of ``paths``, names of one module."""
+        if self._groups is None:
+            self._groups = _grouped(self._expressions)
+        self._asked[paths] = None
+        found = {number for path in paths for number in self._found(path)}
+        self._unused -= found
+        best = min(found, default=self._count)
+        for group in self._groups:
+            if group.numbers[0] > best:
+                break
+            for path in paths:
+                matching = group.matching(path)
+                self._unused.difference_update(matching)
+                best = min(best, *matching, self._count)
+        return best if best < self._count else None
+
+    def _found(self, path: str) -> Iterator[int]:
+        """The keys that are paths and match ``path``."""
+        start = 0
+        while True:
+            end = path[start:]
+            for wild, numbers in self._paths.get(len(end), {}).items():
+                characters = list(end)
+                for i in wild:
+                    if characters[i] != "\n":
+                        characters[i] = "."
+                number = numbers.get("".join(characters))
+                if number is not None:
+                    yield number
+            start = path.find(".", start) + 1
+            if not start:
+                return
+
+    def unmatched(self) -> list[int]:
+        """The numbers of the keys that match none of the modules asked for."""
+        for group in self._groups or ():
+            for paths in self._asked:
+                if self._unused.isdisjoint(group.numbers):
+                    break
+                for path in paths:
+                    self._unused.difference_update(group.matching(path))
+        return sorted(self._unused)
+
+
+def _grouped(expressions: Iterable[tuple[int, _Parser]]) -> list[_Group]:
+    groups: list[_Group] = []
+    for number, expression in expressions:
+        if not groups or groups[-1].atoms >= _TOGETHER:
+            groups.append(_Group())
+        groups[-1].add(number, expression)
+    return groups
+
+
+class _Group:
+    """Keys matched together: their positions one after the other, with bits to match."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._owners: list[int] = []
+        self._atoms: list[str] = []
+        self._before: list[int] = []
+        self._first = self._last = 0
+        self._wanted: int | None = None
         self._masks: dict[str, int] = {}
         self._steps: dict[tuple[int, str], tuple[int, int]] = {}
+        self._matching: dict[int, tuple[int, ...]] = {}
 
-    def matches(self, path: str) -> bool:
-        """Whether the key matches all of ``path``, or all that follows one of its dots."""
+    @property
+    def atoms(self) -> int:
+        """How many positions it has."""
+        return len(self._atoms)
+
+    def add(self, number: int, key: _Parser) -> None:
+        """Before anything is matched."""
+        shift = self.atoms
+        self.numbers.append(number)
+        self._owners += [number] * len(key.atoms)
+        self._atoms += key.atoms
+        self._before += [before << shift for before in key.before]
+        self._first |= key.whole.first << shift
+        self._last |= key.whole.last << shift
+
+    def matching(self, path: str) -> tuple[int, ...]:
+        """The numbers of the keys that match all of ``path``, or all after one of its dots."""
+        starts = self._starts(path)
+        known = self._matching.get(starts)
+        if known is None:
+            known = tuple({self._owners[i] for i in _indices(starts)})
+            self._keep(self._matching, starts, known)
+        return known
+
+    def _starts(self, path: str) -> int:
+        """The positions at which the matches begin."""
+        if self._wanted is None:
+            self._wanted = self._past(_END, self._last)
         # Backwards, since most paths differ from a key in their last characters already.
-        wanted = self._last
+        wanted, starts = self._wanted, 0
         for at in range(len(path) - 1, -1, -1):
             standing, wanted = self._step(wanted, path[at])
             if not standing:
-                return False
-            if standing & self._first and (at == 0 or path[at - 1] == "."):
-                return True
-        starts = self._past(_START, wanted) & self._first
-        return any(self._atoms[i] == _START for i in _indices(starts))
+                return starts
+            if at == 0 or path[at - 1] == ".":
+                starts |= standing & self._first
+        anchored = self._past(_START, wanted) & self._first
+        return starts | (anchored & self._anchors(_START))
+
+    def _keep(self, known: dict[Any, Any], key: Any, value: Any) -> None:
+        if len(known) >= min(_MOST_STEPS, _CACHED // (self.atoms + 1)):
+            known.clear()
+        known[key] = value
 
     def _step(self, wanted: int, character: str) -> tuple[int, int]:
         """Positions of ``wanted`` at which ``character`` may stand, and those before these."""
@@ -64,9 +204,7 @@ class PathPattern:
         if known is None:
             standing = wanted & self._mask(character)
             known = standing, self._preceding(standing)
-            if len(self._steps) >= _CACHED:
-                self._steps.clear()
-            self._steps[wanted, character] = known
+            self._keep(self._steps, (wanted, character), known)
         return known
 
     def _mask(self, character: str) -> int:
@@ -79,10 +217,15 @@ class PathPattern:
 
     def _past(self, anchor: str, wanted: int) -> int:
         """``wanted`` and what may precede it across any ``anchor``, which take no room."""
-        anchors, before = _bits(i for i, atom in enumerate(self._atoms) if atom == anchor), 0
+        anchors, before = self._anchors(anchor), 0
         while wanted != before:
             before, wanted = wanted, wanted | self._preceding(wanted & anchors)
         return wanted
+
+    def _anchors(self, anchor: str) -> int:
+        if anchor * 2 not in self._masks:  # no single character
+            self._masks[anchor * 2] = _bits(i for i, a in enumerate(self._atoms) if a == anchor)
+        return self._masks[anchor * 2]
 
     def _preceding(self, positions: int) -> int:
         result = 0
@@ -130,8 +273,10 @@ class _Parser:
         self.depth = 0
         self.atoms: list[str] = []
         self.before: list[int] = []
+        self.names: dict[str, int] = {}
+        self.whole = self._parsed()
 
-    def parse(self) -> _Part:
+    def _parsed(self) -> _Part:
         whole = self._branches()
         if self.at < len(self.key):
             raise ValueError(f"the ) at {self.at} closes nothing")
@@ -224,9 +369,13 @@ class _Parser:
 
     def _group(self) -> _Part:
         start = self.at
-        self.at += 3 if self.key.startswith("(?:", start) else 1
+        found = _GROUP.match(self.key, start)
+        self.at = found.end() if found else start
         if self._next() == "?":
             raise ValueError(f"the group {quoted(self.key[start : start + 4])} is not read")
+        name = found["name"] if found else None
+        if name and self.names.setdefault(name, start) != start:
+            raise ValueError(f"two groups are named {quoted(name)}")
         self.depth += 1
         if self.depth > _DEEPEST:
             raise ValueError(f"its groups nest more than {_DEEPEST} deep")

@@ -168,16 +168,16 @@ def _place(name: str, model: ModelShape) -> tuple[_Place, str] | str:
         return "no LoRA factor of a decoder layer"
     layer, path = int(match["layer"]), match["path"]
     if layer >= model.layers:
-        return _Foreign(f"model {model.name} has {counted(model.layers, 'layer')}")
+        return _Foreign(f"model {shown(model.name)} has {counted(model.layers, 'layer')}")
     found = _look_up(path)
     if not found:
-        return _Foreign(f"no module of model {model.name}")
+        return _Foreign(f"no module of model {shown(model.name)}")
     form, groups = found
     module = groups.get("module")
     module = _ALIASES.get(module, module) if module else None
     expert = int(groups.get("expert") or 0)
     if not _exists(model, form, module, expert):
-        return _Foreign(f"no module of model {model.name}")
+        return _Foreign(f"no module of model {shown(model.name)}")
     prefix = match["prefix"].removeprefix("base_model.model.")
     inner = bool(groups.get("inner"))
     place = _Place(layer, form, module, expert, inner, f"{prefix}layers.{layer}.{path}")
@@ -232,7 +232,7 @@ def _place_all(shapes: Shapes, model: ModelShape, config: PeftConfig, folder: Pa
         hint = f"{_contents(model)}; {_other_model(model, config)}; " if foreign else ""
         raise AdapterFormatError(
             f"{folder}: {len(lost)} of {counted(len(shapes), 'tensor')} cannot be applied to "
-            f"model {model.name} and would be lost; {hint}they are: {listed(lost, '; ')}"
+            f"model {shown(model.name)} and would be lost; {hint}they are: {listed(lost, '; ')}"
         )
     if not placed:
         raise AdapterFormatError(
@@ -253,7 +253,8 @@ def _check_sizes(shapes: Shapes, model: ModelShape, config: PeftConfig, folder: 
         if math.prod(shape) > most:
             raise AdapterFormatError(
                 f"{folder}: {shown(name)} {list(shape)} is larger than any factor of model "
-                f"{model.name} ({most} elements, at rank {MAX_RANK}); {_other_model(model, config)}"
+                f"{shown(model.name)} ({most} elements, at rank {MAX_RANK}); "
+                f"{_other_model(model, config)}"
             )
 
 
@@ -263,7 +264,7 @@ def _contents(model: ModelShape) -> str:
         f"{m.name} {m.in_features}→{m.out_features}" + (f" x {m.experts}" if m.experts > 1 else "")
         for m in model.modules
     )
-    return f"model {model.name} has {counted(model.layers, 'layer')} of {modules}"
+    return f"model {shown(model.name)} has {counted(model.layers, 'layer')} of {modules}"
 
 
 def _other_model(model: ModelShape, config: PeftConfig) -> str:
@@ -271,7 +272,7 @@ def _other_model(model: ModelShape, config: PeftConfig) -> str:
     trained = f" (it names {shown(config.base_model)})" if config.base_model else ""
     return (
         f"if the adapter was trained on another model{trained}, give that model's config.json, "
-        f"else use an adapter of {model.name}"
+        f"else use an adapter of {shown(model.name)}"
     )
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cupylora.adapters.path_pattern import PathPattern
+from cupylora.adapters.path_pattern import PatternTable
 from cupylora.errors import AdapterFormatError
 from cupylora.files import read_json, reason
 from cupylora.shapes import MAX_RANK
@@ -31,9 +31,6 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights under which the base weights stay as they were."""
 
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
-
-_MOST_PATTERNS = 4096
-"""Keys of one pattern setting: more than a dense model of 400 layers has modules."""
 
 _Test = Callable[[Any], bool]
 _REFUSED: dict[str, tuple[_Test, str]] = {
@@ -59,18 +56,25 @@ _REFUSED: dict[str, tuple[_Test, str]] = {
 
 
 @dataclass(frozen=True)
-class _Pattern:
-    """One entry of rank_pattern or alpha_pattern."""
+class _Patterns:
+    """rank_pattern or alpha_pattern: keys and values in the file's order."""
 
     setting: str
-    key: str
-    expression: PathPattern
-    value: float
+    keys: tuple[str, ...]
+    values: tuple[float, ...]
+    table: PatternTable
 
-    @property
-    def where(self) -> str:
-        """For messages."""
-        return f"{self.setting} key {quoted(self.key)}"
+    def value(self, paths: tuple[str, ...]) -> tuple[str, float] | None:
+        """What is told of a module: by which key (for messages), and the value."""
+        number = self.table.first(paths)
+        return None if number is None else (self._where(number), self.values[number])
+
+    def unmatched(self) -> list[str]:
+        """The keys that match no module asked for, for messages."""
+        return list(map(self._where, self.table.unmatched()))
+
+    def _where(self, number: int) -> str:
+        return f"{self.setting} key {quoted(self.keys[number])}"
 
 
 @dataclass(frozen=True)
@@ -87,28 +91,23 @@ class PeftConfig:
     rank: int | None
     alpha: float
     rslora: bool
-    rank_patterns: tuple[_Pattern, ...]
-    alpha_patterns: tuple[_Pattern, ...]
+    rank_patterns: _Patterns
+    alpha_patterns: _Patterns
     target_parameters: tuple[str, ...]
     version: tuple[int, int] | None
     base_model: str | None
-    _unused: set[tuple[str, str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        unused = {(p.setting, p.key) for p in (*self.rank_patterns, *self.alpha_patterns)}
-        object.__setattr__(self, "_unused", unused)
 
     def scale(self, paths: Iterable[str], rank: int, tensor: str) -> float:
         """alpha/rank, or alpha/√rank with rsLoRA, of the module known by any of ``paths``.
 
         The rank is the tensor's. Raises AdapterFormatError if the file says otherwise, the rank is
-        beyond MAX_RANK, or the scale is beyond float32.
+        beyond MAX_RANK, or the scale is beyond float32 (too large, or lost to 0).
         """
         paths = tuple(dict.fromkeys(paths))
-        told = self._lookup(self.rank_patterns, paths)
-        if told is not None and told.value != rank:
+        told = self.rank_patterns.value(paths)
+        if told is not None and told[1] != rank:
             raise self._error(
-                f"{told.where} gives {shown(tensor)} rank {told.value:.0f}, but its tensor has "
+                f"{told[0]} gives {shown(tensor)} rank {told[1]:.0f}, but its tensor has "
                 f"rank {rank}; correct rank_pattern"
             )
         if told is None and self.rank not in (None, rank):
@@ -119,10 +118,10 @@ class PeftConfig:
             )
         if rank > MAX_RANK:
             raise self._error(f"{shown(tensor)} has rank {rank}; at most {MAX_RANK} is supported")
-        pattern = self._lookup(self.alpha_patterns, paths)
-        alpha = self.alpha if pattern is None else pattern.value
+        pattern = self.alpha_patterns.value(paths)
+        alpha = self.alpha if pattern is None else pattern[1]
         scale = alpha / (math.sqrt(rank) if self.rslora else rank)
-        if abs(scale) > _LARGEST_SCALE:
+        if abs(scale) > _LARGEST_SCALE or (scale != 0 and np.float32(scale) == 0):
             raise self._error(
                 f"{shown(tensor)} gets scale {scale}, beyond float32; correct lora_alpha"
             )
@@ -131,19 +130,9 @@ class PeftConfig:
     def _error(self, problem: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.path}: {problem}")
 
-    def _lookup(self, patterns: Iterable[_Pattern], paths: tuple[str, ...]) -> _Pattern | None:
-        """The first pattern that matches, as peft matches them: at the end of the path."""
-        first = None
-        for pattern in patterns:
-            if any(map(pattern.expression.matches, paths)):
-                self._unused.discard((pattern.setting, pattern.key))
-                first = first or pattern
-        return first
-
     def check_patterns_used(self) -> None:
         """Raise AdapterFormatError naming each pattern that matched no module of the file."""
-        patterns = (*self.rank_patterns, *self.alpha_patterns)
-        unused = [p.where for p in patterns if (p.setting, p.key) in self._unused]
+        unused = [*self.rank_patterns.unmatched(), *self.alpha_patterns.unmatched()]
         if unused:
             raise self._error(
                 f"no adapted module matches {listed(unused)}; correct or remove each of them"
@@ -220,27 +209,21 @@ def _rank(path: Path, key: str, value: Any) -> int:
 
 def _patterns(
     path: Path, values: Mapping[str, Any], setting: str, read: Callable[[Path, str, Any], float]
-) -> tuple[_Pattern, ...]:
+) -> _Patterns:
     entries = values.get(setting) or {}
     if not isinstance(entries, dict):
         raise AdapterFormatError(f"{path}: {setting} is {quoted(entries)}; an object is needed")
-    if len(entries) > _MOST_PATTERNS:
-        raise AdapterFormatError(
-            f"{path}: {setting} has {len(entries)} keys, at most {_MOST_PATTERNS} are read; join "
-            "them into fewer expressions"
-        )
-    patterns = []
-    for key, value in entries.items():
+    table = PatternTable()
+    for key in entries:
         try:
-            expression = PathPattern(key)
+            table.add(key)
         except ValueError as error:
             raise AdapterFormatError(
-                f"{path}: {setting} key {quoted(key)} is no regular expression that can be read: "
-                f"{error}; write it more simply"
+                f"{path}: {setting} key {quoted(key)} cannot be read: {error}; write such keys "
+                "more simply, as plain paths say"
             ) from error
-        number = read(path, f"{setting}[{quoted(key)}]", value)
-        patterns.append(_Pattern(setting, key, expression, number))
-    return tuple(patterns)
+    numbers = (read(path, f"{setting}[{quoted(key)}]", value) for key, value in entries.items())
+    return _Patterns(setting, tuple(entries), tuple(numbers), table)
 
 
 def _strings(path: Path, values: Mapping[str, Any], key: str) -> tuple[str, ...]:

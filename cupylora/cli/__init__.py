@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import unicodedata
 from typing import Any
 
 import click
@@ -51,6 +52,9 @@ class _Commands(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """As click's, on streams that take any character."""
+        if sys.stdout is None:  # closed (``>&-``): files opened later would get its number
+            echo("cupylora: standard output is closed; send it somewhere", err=True)
+            sys.exit(_USAGE)
         open_streams()
         try:
             return super().main(*args, **extra)
@@ -87,8 +91,15 @@ def _end(code: int, message: str) -> int:
     discard_unwritable()
     if message:
         with contextlib.suppress(OSError):
-            echo(f"cupylora: {message}", err=True)
+            echo(f"cupylora: {_escaped(message)}", err=True)
     return code
+
+
+def _escaped(message: str) -> str:
+    """Without control characters, which a path may hold and a terminal would obey."""
+    return "".join(
+        repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in message
+    )
 
 
 def _os_failure(error: OSError) -> tuple[int, str]:

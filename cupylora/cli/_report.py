@@ -18,7 +18,7 @@ from cupylora.cli._check import Finding
 from cupylora.cli._measure import Memory, Timing, floor_bytes
 from cupylora.cli._setup import RunSetup
 from cupylora.device import probe
-from cupylora.text import byte_size, counted
+from cupylora.text import byte_size, counted, shown
 
 __all__ = ["make_record", "print_record"]
 
@@ -189,7 +189,7 @@ def _overview(record: Record) -> Table:
     given = record["options"]["lora_only"] and model["moe"]
     lora_only = ", no base expert weights" if given else ""
     table.add_row(
-        "model", escape(f"{model['name']}, {counted(model['layers'], 'layer')}{lora_only}")
+        "model", escape(f"{shown(model['name'])}, {counted(model['layers'], 'layer')}{lora_only}")
     )
     for group in model["dense_groups"]:
         table.add_row("dense", escape(", ".join(group)))
@@ -217,7 +217,9 @@ def _adapter_table(record: Record) -> Table:
                 _range(scales),
                 byte_size(adapter["bytes"]),
             ]
-        table.add_row(escape(rows["adapter"]), *cells, str(rows["tokens"]), str(rows["rows"]))
+        table.add_row(
+            escape(shown(rows["adapter"])), *cells, str(rows["tokens"]), str(rows["rows"])
+        )
     return table
 
 

@@ -13,11 +13,17 @@ from pathlib import Path
 from cupylora.adapters.factors import synthetic_host_bytes
 from cupylora.adapters.slots import block_bytes
 from cupylora.backend import ArrayBackend, NumpyBackend
+from cupylora.files import is_there, read_json
 from cupylora.layers.stack import require_room
 from cupylora.shapes import ModelShape
 from cupylora.text import counted
 
 __all__ = ["file_bytes", "require_adapter_room", "synthetic_arena_bytes", "synthetic_host_bytes"]
+
+_SINGLE = "adapter_model.safetensors"
+_INDEX = f"{_SINGLE}.index.json"
+_LARGEST_INDEX = 100_000_000
+"""As ``safetensors_file`` reads them."""
 
 
 def require_adapter_room(
@@ -48,11 +54,19 @@ def require_adapter_room(
 
 
 def file_bytes(folder: str) -> int:
-    """Bytes of a directory's weight files; 0 if they cannot be seen, which the reader reports."""
+    """Bytes of the weight files that the reader would open; 0 for what it will refuse."""
     try:
-        return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-    except OSError:
+        return sum((Path(folder) / name).stat().st_size for name in _weight_files(Path(folder)))
+    except (OSError, ValueError):
         return 0
+
+
+def _weight_files(folder: Path) -> set[str]:
+    if is_there(folder / _SINGLE):
+        return {_SINGLE}
+    shards = read_json(folder / _INDEX, _LARGEST_INDEX).get("weight_map")
+    names = shards.values() if isinstance(shards, dict) else ()
+    return {name for name in names if isinstance(name, str)}
 
 
 def synthetic_arena_bytes(model: ModelShape, rank: int, itemsize: int) -> int:

@@ -21,7 +21,7 @@ from cupylora.layers.batch import StackBatch, make_batch, mixed_slots
 from cupylora.layers.stack import LayerStack, base_weight_bytes, require_base_room, require_room
 from cupylora.resources import data_dir
 from cupylora.shapes import MAX_LORAS, MAX_RANK, LoraLimits, ModelShape, load_model
-from cupylora.text import byte_size, counted
+from cupylora.text import byte_size, counted, shown
 
 __all__ = ["RunOptions", "RunSetup", "Say", "prepare_run"]
 
@@ -111,7 +111,7 @@ def prepare_run(options: RunOptions, say: Say, note: Say = lambda _: None) -> Ru
 
 def _cut(model: ModelShape, layers: int) -> ModelShape:
     if layers > model.layers:
-        raise ArgumentError(f"--layers is {layers}; model {model.name} has {model.layers}")
+        raise ArgumentError(f"--layers is {layers}; model {shown(model.name)} has {model.layers}")
     return model.with_layers(layers)
 
 
@@ -183,7 +183,7 @@ def _adapters(
     """
     adapters = []
     for name, path in wanted.named:
-        say(f"reading adapter {name}")
+        say(f"reading adapter {shown(name)}")
         adapters.append(read_adapter(path, whole, name=name).with_layers(model.layers))
     if wanted.ranks:
         say(f"making {counted(len(wanted.ranks), 'synthetic adapter')}")

@@ -146,6 +146,11 @@ def _check_writable(path: Path | None) -> None:
     try:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ArgumentError(f"--json {path}: not a file in a folder that exists")
+        new = path is not None and not path.exists()
+        if path is not None and (new or path.is_file()):  # a pipe's reader would see its end
+            path.open("ab").close()
+            if new:
+                path.unlink()
     except OSError as error:
         raise ArgumentError(f"--json: {error.strerror}: {path}") from error
 
