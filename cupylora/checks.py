@@ -171,8 +171,7 @@ def check_status(status: Any, *, on_device: bool | None = None) -> None:
 
 def check_routing(routing: Any, *, on_device: bool | None = None, name: str = "routing") -> None:
     """Array dtypes and shapes of a Routing, and its sizes."""
-    if not isinstance(routing, Routing):
-        raise ArgumentError(f"{name} is a {type(routing).__name__}; a Routing is needed")
+    check_type(name, routing, Routing)
     check_int(f"{name}.num_tokens", routing.num_tokens, 0)
     check_int(f"{name}.top_k", routing.top_k, 1)
     check_int(f"{name}.num_rows", routing.num_rows, 0, MAX_ROWS)
@@ -191,8 +190,7 @@ def check_routing(routing: Any, *, on_device: bool | None = None, name: str = "r
 
 def check_segments(segments: Any, *, on_device: bool | None = None, name: str = "segments") -> None:
     """Array dtypes and shapes of a Segments list."""
-    if not isinstance(segments, Segments):
-        raise ArgumentError(f"{name} is a {type(segments).__name__}; a Segments is needed")
+    check_type(name, segments, Segments)
     check_tile_rows(segments.tile_rows)
     check_max_loras(segments.max_loras)
     check_array(f"{name}.expert", segments.expert, dtype=INT32, shape=(None,), on_device=on_device)
@@ -212,8 +210,7 @@ def check_token_lora(
     tokens: Any, num_tokens: int, *, on_device: bool | None = None, name: str = "tokens"
 ) -> int:
     """Check a TokenLora over ``num_tokens`` tokens; returns its number of modules M."""
-    if not isinstance(tokens, TokenLora):
-        raise ArgumentError(f"{name} is a {type(tokens).__name__}; a TokenLora is needed")
+    check_type(name, tokens, TokenLora)
     check_array(
         f"{name}.rank", tokens.rank, dtype=INT32, shape=(None, num_tokens), on_device=on_device
     )
@@ -234,8 +231,7 @@ def check_row_lora(
     rows: Any, num_rows: int, *, on_device: bool | None = None, name: str = "rows"
 ) -> int:
     """Check a RowLora over ``num_rows`` rows; returns its number of modules M."""
-    if not isinstance(rows, RowLora):
-        raise ArgumentError(f"{name} is a {type(rows).__name__}; a RowLora is needed")
+    check_type(name, rows, RowLora)
     for field in ("token", "expert"):
         value = getattr(rows, field)
         check_array(f"{name}.{field}", value, dtype=INT32, shape=(num_rows,), on_device=on_device)
@@ -265,8 +261,7 @@ def check_gemm_problems(
     problems: Any, *, on_device: bool | None = None, name: str = "problems"
 ) -> int:
     """Check a GemmProblems list's arrays; returns its capacity P."""
-    if not isinstance(problems, GemmProblems):
-        raise ArgumentError(f"{name} is a {type(problems).__name__}; a GemmProblems is needed")
+    check_type(name, problems, GemmProblems)
     check_array(f"{name}.m", problems.m, dtype=INT32, shape=(None,), on_device=on_device)
     capacity = int(problems.m.shape[0])
     for field, dtype in _GEMM_FIELDS:
@@ -303,8 +298,7 @@ def check_slices(slices: Sequence[LoraSlice], width: int, name: str = "slices") 
     ranges: list[range] = []
     for index, part in enumerate(slices):
         label = f"{name}[{index}]"
-        if not isinstance(part, LoraSlice):
-            raise ArgumentError(f"{label} is a {type(part).__name__}; a LoraSlice is needed")
+        check_type(label, part, LoraSlice)
         out = check_int(f"{label}.out_features", part.out_features, 1, INT32_MAX)
         first = check_int(f"{label}.y_column", part.y_column, 0, INT32_MAX)
         step = check_int(f"{label}.y_stride", part.y_stride, 1, INT32_MAX)

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.checks import FLOAT32_MAX
 from cupylora.errors import ArgumentError
 
-__all__ = ["factor_dtype", "not_finite"]
+__all__ = ["factor_dtype", "kept_by_float32", "not_finite"]
 
 _EXPONENTS: dict[np.dtype[Any], np.uint16 | np.uint32] = {
     np.dtype(np.float16): np.uint16(0x7C00),
@@ -40,3 +41,8 @@ def not_finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     exponent = _EXPONENTS[factor_dtype(values.dtype)]
     mask: npt.NDArray[np.bool_] = (values.view(exponent.dtype) & exponent) == exponent
     return mask
+
+
+def kept_by_float32(scale: float) -> bool:
+    """Whether float32 holds ``scale``: it is finite there, and not lost to 0."""
+    return abs(scale) <= FLOAT32_MAX and (scale == 0 or np.float32(scale) != 0)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.adapters.dtypes import factor_dtype
+from cupylora.adapters.dtypes import factor_dtype, kept_by_float32
 from cupylora.checks import check_int
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
@@ -26,7 +26,6 @@ __all__ = ["Adapter", "LoraFactors", "synthetic_adapter", "synthetic_host_bytes"
 Array = npt.NDArray[Any]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +72,7 @@ def _scale(value: Any) -> float:
             scale = float(value)
         except OverflowError:
             scale = math.inf
-        if abs(scale) <= _LARGEST and (scale == 0 or np.float32(scale) != 0):
+        if kept_by_float32(scale):
             return scale
     raise ArgumentError(
         f"scale is {quoted(value)}; a finite float32 is needed, and one that is not lost to 0"

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from cupylora.adapters.dtypes import kept_by_float32
 from cupylora.adapters.path_pattern import PatternTable
 from cupylora.errors import AdapterFormatError
 from cupylora.files import read_json, reason
@@ -30,7 +29,6 @@ __all__ = ["PeftConfig", "read_config"]
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights under which the base weights stay as they were."""
 
-_LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 _Test = Callable[[Any], bool]
 _REFUSED: dict[str, tuple[_Test, str]] = {
@@ -121,7 +119,7 @@ class PeftConfig:
         pattern = self.alpha_patterns.value(paths)
         alpha = self.alpha if pattern is None else pattern[1]
         scale = alpha / (math.sqrt(rank) if self.rslora else rank)
-        if abs(scale) > _LARGEST_SCALE or (scale != 0 and np.float32(scale) == 0):
+        if not kept_by_float32(scale):
             raise self._error(
                 f"{shown(tensor)} gets scale {scale}, beyond float32; correct lora_alpha"
             )

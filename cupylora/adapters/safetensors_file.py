@@ -26,7 +26,14 @@ from cupylora.errors import AdapterFormatError
 from cupylora.files import is_there, open_regular, parse_json, read_json, reason
 from cupylora.text import byte_size, listed, quoted, shown
 
-__all__ = ["Shapes", "read_safetensors", "read_weights"]
+__all__ = [
+    "INDEX_FILE",
+    "LARGEST_JSON",
+    "SINGLE_FILE",
+    "Shapes",
+    "read_safetensors",
+    "read_weights",
+]
 
 Array = npt.NDArray[Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -38,10 +45,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _LENGTH_BYTES = 8
-_MAX_HEADER = 100_000_000
+LARGEST_JSON = 100_000_000
+"""Bytes of a header or an index that are read at most."""
 _MAX_DIMENSIONS = 8
-_SINGLE = "adapter_model.safetensors"
-_INDEX = "adapter_model.safetensors.index.json"
+SINGLE_FILE = "adapter_model.safetensors"
+INDEX_FILE = f"{SINGLE_FILE}.index.json"
 _PICKLES = ("adapter_model.bin", "pytorch_model.bin", "adapter_model.pt")
 
 
@@ -52,9 +60,11 @@ def read_weights(folder: Path, admit: Callable[[Shapes], None]) -> dict[str, Arr
     caller has no use for. Raises AdapterFormatError for a missing, unreadable or malformed file, an
     incomplete set of shards, or weights that exist as a pickle only.
     """
-    single, index = folder / _SINGLE, folder / _INDEX
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if is_there(single) and is_there(index):
-        raise _error(folder, f"holds both {_SINGLE} and {_INDEX}; remove the one that is stale")
+        raise _error(
+            folder, f"holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale"
+        )
     with ExitStack() as stack:
         if is_there(single):
             files = [_open(single, stack)]
@@ -126,7 +136,8 @@ def _nothing(folder: Path) -> AdapterFormatError:
     pickles = [name for name in _PICKLES if is_there(folder / name)]
     if not pickles:
         return _error(
-            folder, f"holds neither {_SINGLE} nor {_INDEX}; give the directory that peft saved"
+            folder,
+            f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; give the directory that peft saved",
         )
     return _error(
         folder / pickles[0],
@@ -154,11 +165,11 @@ def _header(path: Path, file: FileIO, size: int) -> tuple[dict[str, Any], int]:
         raise _error(path, f"has {size} bytes; a safetensors file starts with an 8-byte length")
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     room = size - _LENGTH_BYTES
-    if length > min(room, _MAX_HEADER):
+    if length > min(room, LARGEST_JSON):
         raise _error(
             path,
             f"its header should be {length} bytes long, but {room} bytes follow, and at most "
-            f"{_MAX_HEADER} are read",
+            f"{LARGEST_JSON} are read",
         )
     try:
         header = parse_json(file.read(length))
@@ -219,7 +230,7 @@ def _check_cover(path: Path, spans: Iterable[tuple[str, _Span]], size: int) -> N
 
 def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
     try:
-        names = read_json(index, _MAX_HEADER).get("weight_map")
+        names = read_json(index, LARGEST_JSON).get("weight_map")
     except (OSError, ValueError) as error:
         raise _error(index, f"the index cannot be read: {reason(error)}") from error
     if not isinstance(names, dict) or not names:

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora.adapters.factors import Adapter
-from cupylora.reference._erf import erfc
-from cupylora.reference.oracle import LoraLookup, lora_delta_oracle
+from cupylora.reference.oracle import LoraLookup, activation_oracle, lora_delta_oracle
 from cupylora.shapes import ModuleShape, MoeShape
 
 __all__ = ["BaseOutputs", "GivenOutputs", "WeightOutputs", "dense_deltas", "lookup", "moe_outputs"]
@@ -131,7 +130,7 @@ def moe_outputs(
         add(up, rows, "up_proj")
         if gate is not None:
             add(gate, rows, "gate_proj")
-        hidden = _activate(gate, up, moe)
+        hidden = activation_oracle(gate, up, moe)
         y = base.down(expert, token, choice, hidden)
         add(y, hidden, "down_proj")
         np.add.at(total, token, _wide(weights)[token, choice][:, None] * y)
@@ -157,28 +156,6 @@ def _split(first: Float64, moe: MoeShape) -> tuple[Float64 | None, Float64]:
         return first[:, 0::2], first[:, 1::2]
     left, right = first[:, :half], first[:, half:]
     return (left, right) if moe.gate_up_layout == "gate_first" else (right, left)
-
-
-def _activate(gate: Float64 | None, up: Float64, moe: MoeShape) -> Float64:
-    if gate is None:
-        return _act(up, moe)
-    if moe.activation != "swiglu_oai":
-        return _act(gate, moe) * up
-    gate, up = np.minimum(gate, moe.limit), np.clip(up, -moe.limit, moe.limit)
-    return gate * _sigmoid(moe.alpha * gate) * (up + 1)
-
-
-def _act(x: Float64, moe: MoeShape) -> Float64:
-    if moe.activation == "silu":
-        return x * _sigmoid(x)
-    if moe.activation == "relu2":
-        return np.maximum(x, 0) ** 2
-    return 0.5 * x * erfc(-x / np.sqrt(2.0))
-
-
-def _sigmoid(x: Float64) -> Float64:
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-x))
 
 
 def _wide(values: Array) -> Float64:

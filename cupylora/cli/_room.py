@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cupylora.adapters.factors import synthetic_host_bytes
+from cupylora.adapters.safetensors_file import INDEX_FILE, LARGEST_JSON, SINGLE_FILE
 from cupylora.adapters.slots import block_bytes
 from cupylora.backend import ArrayBackend, NumpyBackend
 from cupylora.files import is_there, read_json
@@ -19,11 +20,6 @@ from cupylora.shapes import ModelShape
 from cupylora.text import counted
 
 __all__ = ["file_bytes", "require_adapter_room", "synthetic_arena_bytes", "synthetic_host_bytes"]
-
-_SINGLE = "adapter_model.safetensors"
-_INDEX = f"{_SINGLE}.index.json"
-_LARGEST_INDEX = 100_000_000
-"""As ``safetensors_file`` reads them."""
 
 
 def require_adapter_room(
@@ -62,9 +58,9 @@ def file_bytes(folder: str) -> int:
 
 
 def _weight_files(folder: Path) -> set[str]:
-    if is_there(folder / _SINGLE):
-        return {_SINGLE}
-    shards = read_json(folder / _INDEX, _LARGEST_INDEX).get("weight_map")
+    if is_there(folder / SINGLE_FILE):
+        return {SINGLE_FILE}
+    shards = read_json(folder / INDEX_FILE, LARGEST_JSON).get("weight_map")
     names = shards.values() if isinstance(shards, dict) else ()
     return {name for name in names if isinstance(name, str)}
 

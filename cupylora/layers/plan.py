@@ -13,11 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupylora.backend import ArrayBackend
-from cupylora.checks import INT32, check_array, check_choice, check_int, check_routing, check_type
+from cupylora.checks import (
+    INT32,
+    check_array,
+    check_choice,
+    check_int,
+    check_max_loras,
+    check_routing,
+    check_type,
+)
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.ops.build_segments import build_segments, segments_workspace_bytes
 from cupylora.ops.route import route, route_workspace_bytes
-from cupylora.shapes import MAX_EXPERTS, MAX_LORAS
+from cupylora.shapes import MAX_EXPERTS
 from cupylora.worklists import (
     MAX_ROWS,
     Array,
@@ -72,7 +80,7 @@ class BatchPlan:
         check_type("any_order", any_order, bool)
         self.backend = backend
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
-        self.max_loras = check_int("max_loras", max_loras, 1, MAX_LORAS)
+        self.max_loras = check_max_loras(max_loras)
         self.experts = check_int("experts", experts, 1, MAX_EXPERTS)
         self.top_k = check_int("top_k", top_k, 1)
         self.start_expert = check_int("start_expert", start_expert, 0)

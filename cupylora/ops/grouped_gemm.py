@@ -19,6 +19,7 @@ from cupylora.ops._device import (
     address,
     device_op,
     enqueue,
+    output,
     pack_problems,
     resident_blocks,
 )
@@ -51,7 +52,7 @@ def grouped_gemm(
     if max_m is not None:
         check_int("max_m", max_m, 0)
     tile_m, tile_n, threads, stages = _tile(dtype, max_m)
-    tiles = _tile_start(tile_start, capacity)
+    tiles = output("tile_start", tile_start, (capacity + 1,), np.int32)
     packed = pack_problems(problems, count=True)
     enqueue(
         "gemm_tiles",
@@ -80,9 +81,3 @@ def _tile(dtype: np.dtype[Any], max_m: int | None) -> tuple[int, int, int, int]:
     if max_m is not None and max_m <= 256:
         return 64, _TILE_N, 128, 4
     return 128, _TILE_N, 128, 3
-
-
-def _tile_start(given: Array | None, capacity: int) -> Array:
-    from cupylora.ops._device import output
-
-    return output("tile_start", given, (capacity + 1,), np.int32)

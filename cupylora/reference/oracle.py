@@ -17,7 +17,14 @@ import numpy.typing as npt
 
 from cupylora.shapes import MoeShape
 
-__all__ = ["BaseExperts", "LoraFactors", "LoraLookup", "lora_delta_oracle", "moe_layer_oracle"]
+__all__ = [
+    "BaseExperts",
+    "LoraFactors",
+    "LoraLookup",
+    "activation_oracle",
+    "lora_delta_oracle",
+    "moe_layer_oracle",
+]
 
 Array = Any
 Float64 = npt.NDArray[np.float64]
@@ -95,10 +102,10 @@ class _Expert:
         first = self.first @ x + self.first_bias
         up = _up_columns(moe)
         if not moe.gated:
-            hidden = _act(first + self._delta(slot, "up_proj", x), moe)
+            hidden = activation_oracle(None, first + self._delta(slot, "up_proj", x), moe)
         else:
             gate = np.delete(first, up) + self._delta(slot, "gate_proj", x)
-            hidden = _gated(gate, first[up] + self._delta(slot, "up_proj", x), moe)
+            hidden = activation_oracle(gate, first[up] + self._delta(slot, "up_proj", x), moe)
         return self.down @ hidden + self.down_bias + self._delta(slot, "down_proj", hidden)
 
     def _delta(self, slot: int, module: str, x: Float64) -> Float64 | float:
@@ -114,7 +121,10 @@ def _up_columns(moe: MoeShape) -> npt.NDArray[np.int64]:
     return columns + moe.intermediate if moe.gate_up_layout == "gate_first" else 2 * columns + 1
 
 
-def _gated(gate: Float64, up: Float64, moe: MoeShape) -> Float64:
+def activation_oracle(gate: Float64 | None, up: Float64, moe: MoeShape) -> Float64:
+    """The block's activation in float64, elementwise; gate is None for one that is not gated."""
+    if gate is None:
+        return _act(up, moe)
     if moe.activation != "swiglu_oai":
         return _act(gate, moe) * up
     gate, up = np.minimum(gate, moe.limit), np.clip(up, -moe.limit, moe.limit)
@@ -126,7 +136,9 @@ def _act(x: Float64, moe: MoeShape) -> Float64:
         return x * _sigmoid(x)
     if moe.activation == "relu2":
         return np.maximum(x, 0) ** 2
-    return np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.tolist()])
+    tails = np.array([math.erfc(-v / math.sqrt(2)) for v in x.reshape(-1).tolist()])
+    result: Float64 = 0.5 * x * tails.reshape(x.shape)
+    return result
 
 
 def _sigmoid(x: Float64) -> Float64:
