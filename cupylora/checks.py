@@ -20,6 +20,7 @@ from cupylora.shapes import MAX_EXPERTS, MAX_LORAS
 from cupylora.worklists import (
     MAX_ROWS,
     SLOT_ENTRY_BYTES,
+    TILE_INTS,
     TILE_ROWS,
     GemmProblems,
     LoraSlice,
@@ -81,23 +82,27 @@ def check_array(
 ) -> None:
     """Check one array: ``dtype`` (one or several allowed), ``shape`` (None: any extent; a shape of
     None: any), C-contiguity unless ``contiguous`` is False, writability, and where it is."""
-    if not all(hasattr(value, attribute) for attribute in ("dtype", "shape", "flags")):
-        raise ArgumentError(f"{name} is a {type(value).__name__}; a NumPy or CuPy array is needed")
+    try:
+        got_dtype, got_shape, flags = value.dtype, value.shape, value.flags
+    except AttributeError:
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__}; a NumPy or CuPy array is needed"
+        ) from None
     if on_device is not None and is_on_device(value) != on_device:
         needed, got = ("a device", "host") if on_device else ("a host (NumPy)", "device")
         raise ArgumentError(f"{name} is a {got} array; {needed} array is needed")
     if dtype is not None:
         allowed = dtype if isinstance(dtype, tuple) else (dtype,)
-        if value.dtype not in allowed:
+        if got_dtype not in allowed:
             needed = " or ".join(str(d) for d in allowed)
-            raise ArgumentError(f"{name} has dtype {value.dtype}; {needed} is needed")
-    if shape is not None and not _fits(value.shape, shape):
-        raise ArgumentError(f"{name} has shape {tuple(value.shape)}; {_words(shape)} is needed")
-    if contiguous and not value.flags.c_contiguous:
+            raise ArgumentError(f"{name} has dtype {got_dtype}; {needed} is needed")
+    if shape is not None and got_shape != shape and not _fits(got_shape, shape):
+        raise ArgumentError(f"{name} has shape {tuple(got_shape)}; {_words(shape)} is needed")
+    if contiguous and not flags.c_contiguous:
         raise ArgumentError(
-            f"{name} of shape {tuple(value.shape)} is not C-contiguous; pass a contiguous copy"
+            f"{name} of shape {tuple(got_shape)} is not C-contiguous; pass a contiguous copy"
         )
-    if writable and not getattr(value.flags, "writeable", True):
+    if writable and not getattr(flags, "writeable", True):
         raise ArgumentError(f"{name} is read-only; a writable array is needed")
 
 
@@ -199,7 +204,7 @@ def check_segments(segments: Any, *, on_device: bool | None = None, name: str = 
         ("start", (capacity + 1,)),
         ("slot", (capacity,)),
         ("count", (1,)),
-        ("tiles", (None, 4)),
+        ("tiles", (None, TILE_INTS)),
         ("tile_count", (1,)),
     ):
         value = getattr(segments, field)

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cupylora.checks import check_type
-from cupylora.errors import ArgumentError
+from cupylora.checks import INT32, check_array, check_type
+from cupylora.errors import ArgumentError, CapacityError
 from cupylora.worklists import (
+    TILE_INTS,
     Array,
     GemmProblems,
     LoraProblems,
@@ -21,11 +22,15 @@ from cupylora.worklists import (
     RowLora,
     Segments,
     TokenLora,
+    segment_capacity,
+    tile_capacity,
 )
 
 __all__ = [
     "Make",
     "lora_problems_output",
+    "plan_parts",
+    "plan_segments_output",
     "problems_output",
     "routing_output",
     "row_lora_output",
@@ -82,10 +87,37 @@ def segments_output(
         "expert": ((room,), np.int32),
         "slot": ((room,), np.int32),
         "count": ((1,), np.int32),
-        "tiles": ((tile_room, 4), np.int32),
+        "tiles": ((tile_room, TILE_INTS), np.int32),
         "tile_count": ((1,), np.int32),
     }
     return Segments(**_arrays(make, "out", out, Segments, fields), **sizes)
+
+
+def plan_parts(out: Any) -> tuple[Routing | None, Segments | None]:
+    """The two lists that ``plan`` is given, or None for each."""
+    if out is None:
+        return None, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ArgumentError(f"out is a {type(out).__name__}; a tuple (Routing, Segments) is needed")
+    check_type("out[0]", out[0], Routing)
+    check_type("out[1]", out[1], Segments)
+    return out
+
+
+def plan_segments_output(
+    make: Make, out: Segments | None, rows: int, experts: int, *, tile_rows: int, max_loras: int
+) -> Segments:
+    """Segments with room for all that ``rows`` rows in our order can make, or more in ``out``."""
+    room = least = segment_capacity(rows, experts, max_loras)
+    if out is not None:
+        check_array("out.expert", out.expert, dtype=INT32, shape=(None,))
+        room = int(out.expert.shape[0])
+        if room < least:
+            raise CapacityError(
+                f"out.expert has room for {room} segments; {least} can come up (segment_capacity)"
+            )
+    tile_room = tile_capacity(rows, room, tile_rows)
+    return segments_output(make, out, room, tile_room, tile_rows=tile_rows, max_loras=max_loras)
 
 
 def token_lora_output(make: Make, out: TokenLora | None, modules: int, tokens: int) -> TokenLora:

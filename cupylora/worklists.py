@@ -1,10 +1,10 @@
 """What the ops hand to each other: plain bundles of arrays, NumPy or device alike.
 
 ``route`` makes a :class:`Routing`; ``build_segments`` cuts it into a :class:`Segments` work list;
-``slot_lookup`` and ``pointer_expand`` make :class:`TokenLora` and :class:`RowLora`;
-``build_problems`` turns those into :class:`LoraProblems`. Arrays have the size of the largest
-possible list; how much of one is valid is a count that lives beside it (on the device for device
-arrays), so the host never reads anything back.
+``plan`` makes both at once. ``slot_lookup`` and ``pointer_expand`` make :class:`TokenLora` and
+:class:`RowLora`; ``build_problems`` turns those into :class:`LoraProblems`. Arrays have the size of
+the largest possible list; how much of one is valid is a count that lives beside it (on the device
+for device arrays), so the host never reads anything back.
 
 Letters: T tokens, k top-k, R = T·k rows, E local experts, S segment capacity, M modules.
 """
@@ -26,6 +26,8 @@ __all__ = [
     "STATUS_BAD_RANK",
     "STATUS_BAD_SLOT",
     "STATUS_CAPACITY",
+    "TILE_INTS",
+    "TILE_PAIRS",
     "TILE_ROWS",
     "GemmProblems",
     "LoraProblems",
@@ -69,8 +71,11 @@ SLOT_ENTRY_BYTES = SLOT_ENTRY.itemsize
 MAX_ROWS = 2**31 - 2048
 """Most rows R = T·k of a batch: row numbers, and those a block looks ahead, fit 32 bits."""
 
-TILE_ROWS = (8, 16, 32)
+TILE_ROWS = (8, 16, 32, 64)
 """Rows that a tile may hold: small tiles for decode, large ones to read weights less often."""
+
+TILE_INTS, TILE_PAIRS = 16, 8
+"""int32 fields of a tile's record, and how many of them name the pairs of its first rows."""
 
 STATUS_BAD_SLOT, STATUS_BAD_RANK, STATUS_BAD_LAYOUT, STATUS_CAPACITY = 1, 1 << 8, 1 << 16, 1 << 24
 """Bits of the error-flag word that device work sets, one a byte: a slot >= max_loras, a rank out of
@@ -106,11 +111,12 @@ class Routing:
 class Segments:
     """Maximal runs of rows with one (expert, slot), and the row tiles of those with an adapter.
 
-    start: int32 [S+1], first row of each segment, closed by the number of valid rows.
+    start: int32 [S+1], first row of each segment, closed by the row behind the last one.
     expert, slot: int32 [S]; slot -1 is a run of base rows (it has no tiles).
     count: int32 [1] on the arrays' device.
-    tiles: int32 [tile_capacity, 4], (first row, rows, local expert, slot), in row order; a segment
-    of m rows has ceil(m / tile_rows) of them.
+    tiles: int32 [tile_capacity, TILE_INTS], in row order: first row, rows, local expert, slot, the
+    pairs of the first TILE_PAIRS rows (-1 past the tile's rows), zeros. A segment of m rows has
+    ceil(m / tile_rows) of them. On the device a record is 64 bytes on a 16-byte boundary.
     tile_count: int32 [1].
     max_loras: slots are below it; a table that is looked up by them has at least so many.
     """
@@ -210,11 +216,18 @@ def tile_capacity(num_rows: int, segments: int, tile_rows: int) -> int:
     return max(1, min(num_rows, segments + num_rows // tile_rows))
 
 
-def choose_tile_rows(num_rows: int, num_experts: int) -> int:
+def choose_tile_rows(
+    num_rows: int, num_experts: int, *, max_active: int = 1, max_rank: int = 16
+) -> int:
     """Rows a tile should hold for R rows over E experts, by sizes known at capture time.
 
-    The rows an expert can expect, R / E, bound what a tile can share: decode batches have a row or
-    two a segment and want small tiles, prefill reads its weights less often with large ones.
+    max_active: most adapters that a batch holds; R / (E · max_active) rows are what a tile's
+    weights can expect to serve. Small tiles waste the least and spread best; where weights are
+    large beside the rows, large tiles read them less often.
     """
-    per_expert = num_rows / num_experts
-    return 8 if per_expert <= 16 else 16 if per_expert <= 64 else 32
+    shared = num_rows / (num_experts * max(1, max_active))
+    if max_rank > 32:
+        if num_rows < 512 or shared < 16:
+            return 8
+        return 32 if num_rows < 2048 else 64
+    return 16 if num_rows >= 1024 and shared >= 8 else 8

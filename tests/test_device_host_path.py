@@ -8,6 +8,8 @@ refuses what it must before anything is enqueued. What kernels compute is for th
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import struct
 import sys
 import types
@@ -20,9 +22,11 @@ from problem_util import RoutingCase, hostile_routings, make_case, random_case
 from cupylora import ops, reference
 from cupylora.compiler import kernel as kernels
 from cupylora.compiler.programs import find_program
+from cupylora.compiler.sources import read_sources
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.ops import _device
-from cupylora.worklists import MAX_ROWS, ROW_MAJOR, SLOT_ENTRY, LoraSlice
+from cupylora.resources import cuda_source_dir
+from cupylora.worklists import MAX_ROWS, ROW_MAJOR, SLOT_ENTRY, TILE_INTS, LoraSlice
 
 
 class FakeArray:
@@ -62,6 +66,16 @@ def _aligned(array: np.ndarray) -> np.ndarray:
     return room[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
+@functools.cache
+def _waits(program: str, kernel: str) -> bool:
+    """Whether a kernel waits for its predecessor itself, as its program's sources say."""
+    if program == "pointers":
+        return kernel == "expert_problems"
+    sources = read_sources(find_program(program), cuda_source_dir())
+    own = (text for name, text in sources.headers.items() if name != "ptx/memory.cuh")
+    return any("wait_for_predecessor();" in text for text in (sources.text, *own))
+
+
 @dataclasses.dataclass
 class Recorder:
     """Launches by kernel; packing the arguments as the launch would proves they fit its types."""
@@ -79,6 +93,7 @@ class Recorder:
         smem: int = 0,
         *,
         dependent: bool = False,
+        cluster: Any = None,
     ) -> None:
         assert kernel in find_program(program).kernels
         assert len(types) == len(args)
@@ -88,7 +103,7 @@ class Recorder:
                 assert len(value) == int(kind.removeprefix("bytes"))
         assert all(1 <= size < 2**31 for size in grid)
         assert 0 <= smem <= 227 * 1024
-        assert dependent == program.startswith(("lora_shrink", "lora_expand"))
+        assert dependent == _waits(program, kernel)
         self.launched.append(f"{program}/{kernel}")
 
 
@@ -99,12 +114,19 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     module.empty = lambda shape, dtype: fake(np.empty(shape, dtype))  # type: ignore[attr-defined]
     module.zeros = lambda shape, dtype: fake(np.zeros(shape, dtype))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", module)
-    for name in ops.__all__:
-        used = sys.modules.get(f"cupylora.ops.{name}")
-        if used is not None and hasattr(used, "enqueue"):
+    for name, used in list(sys.modules.items()):
+        if not name.startswith("cupylora.ops.") or used is _device:
+            continue
+        if hasattr(used, "enqueue"):
             monkeypatch.setattr(used, "enqueue", made.enqueue)
-        if used is not None and hasattr(used, "resident_blocks"):
+        if hasattr(used, "resident_blocks"):
             monkeypatch.setattr(used, "resident_blocks", lambda *_: 400)
+        if hasattr(used, "shared_limit"):
+            monkeypatch.setattr(used, "shared_limit", lambda: 227 * 1024)
+        if hasattr(used, "is_hopper"):
+            monkeypatch.setattr(used, "is_hopper", lambda: False)
+        if hasattr(used, "shared_memory"):
+            monkeypatch.setattr(used, "shared_memory", lambda: (227 * 1024, 228 * 1024))
     return made
 
 
@@ -134,6 +156,43 @@ def test_lists_are_made_from_every_routing(case: RoutingCase, recorder: Recorder
             ops.build_problems(rows, routing, 1, **sizes, aggregate=aggregate, splitk_slices=splitk)
     again = ops.route(fake(case.topk_ids), slots, **case.sizes, out=routing)  # type: ignore[arg-type]
     assert again.row_to_pair is routing.row_to_pair
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_plan_is_enqueued_for_every_routing(case: RoutingCase, recorder: Recorder) -> None:
+    args, sizes = (fake(case.topk_ids), fake(case.token_to_slot)), dict(case.sizes)
+    made = ops.plan(*args, **sizes)  # type: ignore[arg-type]
+    launches = ["plan_large/count_16_4", "plan_large/place"]
+    small = case.topk_ids.size <= 4096
+    assert small or recorder.launched == launches
+    assert len(recorder.launched) == (1 if small else 2)
+    again = ops.plan(*args, **sizes, out=made)  # type: ignore[arg-type]
+    assert again == made
+    recorder.launched.clear()
+    ops.plan(*args, **sizes, fused=False)  # type: ignore[arg-type]
+    assert recorder.launched[-1] == "segments/segment_fill"
+
+
+def test_what_is_known_of_a_plan_goes_with_it(recorder: Recorder) -> None:
+    known = sys.modules["cupylora.ops.plan"]._fits
+    case = random_case(7, 30, 8, 128, 16)
+    args, sizes = (fake(case.topk_ids), fake(case.token_to_slot)), dict(case.sizes)
+    out: Any = ops.plan(*args, **sizes)  # type: ignore[arg-type]
+    before = len(known)
+    ops.plan(*args, **sizes, out=out)  # type: ignore[arg-type]
+    assert len(known) == before + 1
+    other = (out[0], dataclasses.replace(out[1], tile_rows=16))
+    for changes, message in (
+        ({"out": other}, "out.tile_rows is 16; 8 is needed"),
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_experts": True}, "num_experts is True"),
+        ({"num_experts": np.ones(2)}, "num_experts is array"),
+    ):
+        options = {**sizes, "out": out, **changes}
+        _refused(recorder, message, functools.partial(ops.plan, *args, **options))
+    del out, other, options, changes
+    gc.collect()
+    assert len(known) == before
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -167,7 +226,23 @@ def test_a_whole_layer_is_enqueued(
     assert len(recorder.launched) - before == (2 if tokens else 0)
     permuted = ops.permute_rows(x, routing)
     ops.activation(permuted, kind="silu", gated=True, routing=routing, rows="row")
-    ops.finalize(y, fake(np.zeros((tokens, 2), np.float32)), routing)
+    weights = fake(np.zeros((tokens, 2), np.float32))
+    ops.finalize(y, weights, routing)
+    lists = (segments, routing)
+    before = len(recorder.launched)
+    sizes = {"in_features": 100, "max_rank": max_rank}
+    ops.lora_activation(
+        x,
+        fake(np.zeros((2 * tokens, 122), kind)),
+        *lists,
+        entries,
+        kind="silu",
+        gated=True,
+        **sizes,
+    )
+    wide = fake(np.zeros((2 * tokens, 100), kind))
+    ops.lora_finalize(wide, y, weights, *lists, entries[:1], **sizes)
+    assert len(recorder.launched) - before == (4 if tokens else 0)
     problems = ops.expert_problems(
         routing, x_ptr=0, w_ptr=0, y_ptr=0, itemsize=2, in_features=8, out_features=8
     )
@@ -252,7 +327,7 @@ def test_unaligned_tiles_are_refused(recorder: Recorder) -> None:
     routing, slots = fake(_routing(case)), fake(case.token_to_slot)
     segments = ops.build_segments(routing, slots, max_loras=2)
     room = _aligned(np.zeros(segments.tiles.size + 1, np.int32))
-    moved = dataclasses.replace(segments, tiles=FakeArray(room[1:].reshape(-1, 4)))
+    moved = dataclasses.replace(segments, tiles=FakeArray(room[1:].reshape(-1, TILE_INTS)))
     _refused(
         recorder,
         "out.tiles does not start on a 16-byte boundary",

@@ -39,6 +39,7 @@ from cupylora.worklists import (
     SLOT_ENTRY,
     STATUS_BAD_RANK,
     STATUS_BAD_SLOT,
+    STATUS_CAPACITY,
     GemmProblems,
     LoraSlice,
     Routing,
@@ -97,7 +98,7 @@ def _compare_segments(case: RoutingCase, expected: Routing, actual: Any, tile_ro
     assert_same_lists(got, want, counts)
 
 
-@pytest.mark.parametrize("tile_rows", [8, 16, 32])
+@pytest.mark.parametrize("tile_rows", [8, 16, 32, 64])
 @pytest.mark.parametrize("case", ROUTINGS, ids=_ids(ROUTINGS))
 def test_segments_equal_twin(case: RoutingCase, tile_rows: int) -> None:
     routing = _route(case)
@@ -377,7 +378,7 @@ def _check_delta(case: RoutingCase, module: ModuleWeights, dtype: str, **options
     assert_close(y.astype(np.float64) - y0.astype(np.float64), delta, BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("tile_rows", [8, 16, 32])
+@pytest.mark.parametrize("tile_rows", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_delta_of_all_ranks_together(dtype: str, tile_rows: int) -> None:
     rng = np.random.default_rng(13)
@@ -741,3 +742,21 @@ def test_segment_capacity_holds_for_sorted_rows() -> None:
     want = reference.build_segments(_route(case), case.token_to_slot, max_loras=3)
     assert int(got.count[0]) == int(want.count[0])
     assert int(got.tile_count[0]) == int(want.tile_count[0])
+
+
+@pytest.mark.parametrize("tokens", [40, 700])
+def test_segments_without_room_are_cut_as_the_twin_cuts_them(tokens: int) -> None:
+    import cupy
+
+    case = random_case(33, tokens, 4, 6, 3)
+    routing = expert_order(_route(case), 5)
+    for room in (1, 17, 3 * tokens // 2):
+        options: dict[str, Any] = {"max_loras": 3, "max_segments": room}
+        status, word = np.zeros(1, np.int32), cupy.zeros(1, np.int32)
+        want = reference.build_segments(routing, case.token_to_slot, **options, status=status)
+        slots = to_device(case.token_to_slot)
+        got = ops.build_segments(to_device(routing), slots, **options, status=word)
+        assert int(word[0]) == int(status[0]) == STATUS_CAPACITY
+        tiles = int(want.tile_count[0])
+        counts = {"start": room + 1, "expert": room, "slot": room, "tiles": tiles}
+        assert_same_lists(got, want, counts)

@@ -741,14 +741,14 @@ def test_no_memory_is_a_capacity_error(backend: ArrayBackend) -> None:
 
 def test_long_segments_get_larger_tiles(backend: ArrayBackend) -> None:
     """Tiles follow from a batch's sizes, within the room made for the largest batch."""
-    plan = BatchPlan(backend, max_tokens=4096, max_loras=2)
+    plan = BatchPlan(backend, max_tokens=4096, max_loras=2, max_rank=64)
     rows = []
     for tokens in (4096, 8, 4096):
         plan.update(backend.zeros(tokens, np.int32))
         rows.append(plan.segments.tile_rows)
         tiles = int(backend.to_host(plan.segments.tile_count)[0])
         assert tiles == -(-tokens // rows[-1])
-    assert rows == [32, 8, 32]
+    assert rows == [64, 8, 64]
 
 
 # --- stacks ------------------------------------------------------------------------------------

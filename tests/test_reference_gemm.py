@@ -111,6 +111,18 @@ def test_nothing_to_sum_zeroes_or_leaves_d(dtype: str, beta: int) -> None:
     assert (bits_of(d) == expected).all()
 
 
+def test_adding_to_d_rounds_once() -> None:
+    """alpha · sum + D is one float32 operation: what alpha · sum alone would lose is kept."""
+    a, b = np.array([[1 + 2.0**-12]], np.float32), np.array([[1.0]], np.float32)
+    d = np.array([[-1.0]], np.float32)
+    problem = (1, 1, 1, _address(a), _address(b), _address(d), 1, 1, 1, 1 + 2.0**-12)
+    grouped_gemm(_problems(problem), dtype="float32", beta=1)
+    assert d[0, 0] == 2.0**-11 + 2.0**-24
+    d[:] = 7
+    grouped_gemm(_problems(problem), dtype="float32", beta=0)
+    assert d[0, 0] == 1 + 2.0**-11
+
+
 def test_problems_beyond_the_count_are_not_run() -> None:
     problems = _problems((1, 1, 1, 8, 8, 8, 1, 1, 1, 1.0))
     problems.count[0] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,9 @@ from cupylora.reference.build_segments import build_segments
 from cupylora.reference.route import route
 from cupylora.worklists import (
     STATUS_BAD_SLOT,
+    STATUS_CAPACITY,
+    TILE_INTS,
+    TILE_PAIRS,
     Routing,
     Segments,
     segment_capacity,
@@ -62,7 +66,12 @@ def _check_segments(case: RoutingCase, routing: Routing, tile_rows: int, **optio
     assert segments.expert[:count].tolist() == [expert for _, _, expert, _ in expected]
     assert segments.slot[:count].tolist() == [slot for *_, slot in expected]
     assert tile_count == len(tiles)
-    assert [tuple(tile) for tile in segments.tiles[:tile_count].tolist()] == tiles
+    records = segments.tiles[:tile_count].tolist()
+    assert [tuple(record[:4]) for record in records] == tiles
+    pairs = routing.row_to_pair.tolist()
+    for (first, count, *_), record in zip(tiles, records, strict=True):
+        held = pairs[first : first + min(count, TILE_PAIRS)]
+        assert record[4:] == [*held, *[-1] * (TILE_PAIRS - len(held)), 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("row_order", ORDERS)
@@ -76,7 +85,9 @@ def test_hostile_routings(case: RoutingCase, row_order: str) -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(routing_cases(), st.sampled_from(ORDERS), st.sampled_from([8, 16, 32]), st.integers(0, 9))
+@given(
+    routing_cases(), st.sampled_from(ORDERS), st.sampled_from([8, 16, 32, 64]), st.integers(0, 9)
+)
 def test_drawn_routings(case: RoutingCase, row_order: str, tile_rows: int, seed: int) -> None:
     routing = _check_route(case, row_order)
     room = segment_capacity(routing.num_rows, case.num_experts, case.max_loras)
@@ -147,13 +158,20 @@ def test_segments_out_is_used() -> None:
     sizes = (room + 1, room, room, 1)
     start, expert, slot, count = (np.full(size, 9, np.int32) for size in sizes)
     out = Segments(
-        start, expert, slot, count, np.full((tiles, 4), 9, np.int32), np.full(1, 9, np.int32), 8, 2
+        start,
+        expert,
+        slot,
+        count,
+        np.full((tiles, TILE_INTS), 9, np.int32),
+        np.full(1, 9, np.int32),
+        8,
+        2,
     )
     result = build_segments(_route(case), case.token_to_slot, max_loras=2, out=out)
     assert result.start is start
     assert start.tolist() == [0, 2, 3, 9]
     assert out.tile_count.tolist() == [1]
-    assert out.tiles[0].tolist() == [0, 2, 0, 0]
+    assert out.tiles[0].tolist() == [0, 2, 0, 0, 0, 1, *[-1] * 6, 0, 0, 0, 0]
 
 
 def test_slot_out_of_range_is_refused_or_flagged() -> None:
@@ -183,6 +201,18 @@ def test_too_many_segments_name_both_numbers() -> None:
         build_segments(foreign, case.token_to_slot, max_loras=2, max_segments=3)
 
 
+def test_a_list_without_room_is_closed_where_it_is_cut() -> None:
+    case = make_case("", [[0]] * 5, [0, 1, 0, 1, 1], 1, 2)
+    foreign = replace(_route(case), row_to_pair=np.arange(5, dtype=np.int32))
+    status = np.zeros(1, np.int32)
+    options: dict[str, Any] = {"max_loras": 2, "max_segments": 2, "status": status}
+    segments = build_segments(foreign, case.token_to_slot, **options)
+    assert status[0] == STATUS_CAPACITY
+    assert segments.count.tolist() == [2]
+    assert segments.start.tolist() == [0, 1, 2]
+    assert segments.tiles[: segments.tile_count[0], :2].tolist() == [[0, 1], [1, 1]]
+
+
 def test_bad_arguments_are_named() -> None:
     case = make_case("", [[0, 1]], [0], 2, 1)
     routing = _route(case)
@@ -196,7 +226,7 @@ def test_bad_arguments_are_named() -> None:
         route(case.topk_ids, case.token_to_slot, num_experts=2049, max_loras=1)
     with pytest.raises(ArgumentError, match="row_order is 'rows'"):
         _route(case, row_order="rows")
-    for tile_rows in (4, 12, 64):
+    for tile_rows in (4, 12, 128):
         with pytest.raises(ArgumentError, match="tile_rows"):
             build_segments(routing, case.token_to_slot, max_loras=1, tile_rows=tile_rows)
     falling = replace(routing, expert_first_token_offset=np.array([0, 2, 1]))

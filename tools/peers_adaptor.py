@@ -17,7 +17,7 @@ import torch
 
 from cupylora import ops
 from cupylora.ops.lora_delta import lora_workspace_bytes
-from cupylora.worklists import PACKED, SLOT_ENTRY, LoraSlice, choose_tile_rows, segment_capacity
+from cupylora.worklists import PACKED, SLOT_ENTRY, LoraSlice, choose_tile_rows
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -64,17 +64,20 @@ def on_torch_stream(call: Callable[[], None]) -> Callable[[], None]:
 
 
 class Route:
-    """Routing and segments of one rotating set."""
+    """Routing and segments of one rotating set, for a batch of up to ``active`` adapters."""
 
-    def __init__(self, topk: Any, slots: Any, experts: int, max_loras: int) -> None:
+    def __init__(
+        self, topk: Any, slots: Any, experts: int, max_loras: int, *, active: int, rank: int
+    ) -> None:
         rows = topk.shape[0] * topk.shape[1]
-        self.routing = ops.route(topk, slots, num_experts=experts, max_loras=max_loras)
-        self.segments = ops.build_segments(
-            self.routing,
+        # A captured graph knows how many adapters its batches hold to the next power of two.
+        self.max_active = min(max_loras, 1 << (active - 1).bit_length())
+        self.routing, self.segments = ops.plan(
+            topk,
             slots,
+            num_experts=experts,
             max_loras=max_loras,
-            tile_rows=choose_tile_rows(rows, experts),
-            max_segments=segment_capacity(rows, experts, max_loras),
+            tile_rows=choose_tile_rows(rows, experts, max_active=self.max_active, max_rank=rank),
         )
 
 
@@ -94,6 +97,8 @@ def delta(route: Route, x: Any, y: Any, table: Any, slices: Any, rank: int, **ro
             in_features=width,
             max_rank=rank,
             workspace=workspace,
+            max_active=route.max_active,
+            plan_settled=True,
             **rows,
         )
     )
@@ -105,7 +110,7 @@ def dense(case: dict[str, Any], m: Any) -> tuple[list[Any], dict[str, Any]]:
     m.packed = [pack(a) for a in m.pool.A[: len(m.x)]]
     slots = as_cupy(m.map, np.int32)
     topk = cupy.zeros((case["T"], 1), np.int32)
-    route = Route(topk, slots, 1, case["ml"])
+    route = Route(topk, slots, 1, case["ml"], active=case["act"], rank=case["r"])
     slices = (LoraSlice(case["N"]),)
     for i in range(len(m.x)):
         table = entries([m.packed[i]], [m.pool.B[i]])
@@ -114,7 +119,7 @@ def dense(case: dict[str, Any], m: Any) -> tuple[list[Any], dict[str, Any]]:
     return calls, {"tile_rows": route.segments.tile_rows}
 
 
-def moe(_case: dict[str, Any], pool: Any, sets: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
+def moe(case: dict[str, Any], pool: Any, sets: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Gate and up in one call, down in another, for every rotating set."""
     if not hasattr(pool, "packed13"):
         pool.packed13 = [pack(a) for a in pool.A13]
@@ -126,7 +131,8 @@ def moe(_case: dict[str, Any], pool: Any, sets: Any) -> tuple[list[Any], list[An
     slices = (LoraSlice(width, 0), LoraSlice(width, width))
     calls13, calls2 = [], []
     for s in sets:
-        route = Route(as_cupy(s.topk, np.int32), as_cupy(s.map, np.int32), experts, loras)
+        topk, slots = as_cupy(s.topk, np.int32), as_cupy(s.map, np.int32)
+        route = Route(topk, slots, experts, loras, active=case["act"], rank=rank)
         x13, y13, x2, y2 = map(as_cupy, (s.x13, s.y13, s.x2, s.y2))
         calls13.append(delta(route, x13, y13, first, slices, rank, x_rows="token"))
         calls2.append(delta(route, x2, y2, down, (LoraSlice(hidden),), rank, x_rows="pair"))

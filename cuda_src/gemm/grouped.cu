@@ -4,7 +4,7 @@
 //
 // In: GemmProblems and the tile_start of tiles.cu. Out: D. The grid is fixed; CTAs take output
 // tiles in turn. K is added in steps of 16 from 0 up in one accumulator, whatever the tile height,
-// so a row's bits do not depend on how many rows its problem has.
+// so a row's bits do not depend on how many rows its problem has, nor on its place among them.
 //
 // Pipeline: kStages stages of [BM + 128] x 64 elements filled by cp.async, 16-byte pieces swizzled
 // by row so that ldmatrix has no bank conflicts. Rows that start off a 16-byte boundary are
@@ -89,9 +89,11 @@ struct Operands {
   }
 };
 
+// alpha · sum, plus D where asked: operations by name, since a contraction left to the compiler can
+// differ from one element of a tile to the next.
 template <typename OutT>
-__device__ __forceinline__ void store_one(OutT* d, float v, bool add) {
-  if (add) v += Elem<OutT>::to_float(*d);
+__device__ __forceinline__ void store_one(OutT* d, float alpha, float sum, bool add) {
+  const float v = add ? __fmaf_rn(alpha, sum, Elem<OutT>::to_float(*d)) : __fmul_rn(alpha, sum);
   *d = Elem<OutT>::from_float(v);
 }
 
@@ -99,10 +101,11 @@ __device__ __forceinline__ void store_one(OutT* d, float v, bool add) {
 
 template <typename T, typename OutT, int BM>
 __global__ void __launch_bounds__(GemmShape<BM>::kThreads, 1)
-    grouped_gemm(GemmProblems problems, i32 capacity, const i32* __restrict__ tile_start,
-                 i32 beta) {
+    grouped_gemm(GemmProblems problems, i32 capacity, const i32* tile_start, i32 beta) {
   using Shape = GemmShape<BM>;
   extern __shared__ __align__(128) u16 stages[];
+  wait_for_predecessor();
+  release_successor();
   const i32 count = min_int(*problems.count, capacity);
   const i32 tiles = tile_start[count];
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -178,9 +181,9 @@ __global__ void __launch_bounds__(GemmShape<BM>::kThreads, 1)
 #pragma unroll
         for (int nt = 0; nt < Shape::kNTiles; ++nt) {
           const i32 column = warp_column + nt * 8 + 2 * t;
-          const float v0 = alpha * acc[mt][nt][half * 2], v1 = alpha * acc[mt][nt][half * 2 + 1];
-          if (column < n_left) store_one(out + column, v0, beta != 0);
-          if (column + 1 < n_left) store_one(out + column + 1, v1, beta != 0);
+          const float* sums = &acc[mt][nt][half * 2];
+          if (column < n_left) store_one(out + column, alpha, sums[0], beta != 0);
+          if (column + 1 < n_left) store_one(out + column + 1, alpha, sums[1], beta != 0);
         }
       }
     }

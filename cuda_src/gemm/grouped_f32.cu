@@ -1,6 +1,7 @@
 // Grouped GEMM for float32, by fused multiply-adds (no TF32). The same contract and work list as
 // grouped.cu: 64 x 64 output tiles, K added from 0 up in one accumulator an element.
 #include "gemm/problems.cuh"
+#include "ptx/memory.cuh"
 
 namespace {
 constexpr int kThreads = 256;
@@ -19,10 +20,11 @@ __device__ __forceinline__ void load_rows(float (*to)[kPitch], const float* base
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    grouped_gemm_f32(GemmProblems problems, i32 capacity, const i32* __restrict__ tile_start,
-                     i32 beta) {
+    grouped_gemm_f32(GemmProblems problems, i32 capacity, const i32* tile_start, i32 beta) {
   __shared__ float a_tile[kTileK][kPitch];
   __shared__ float b_tile[kTileK][kPitch];
+  wait_for_predecessor();
+  release_successor();
   const i32 count = min_int(*problems.count, capacity);
   const i32 tiles = tile_start[count];
   const i32 row0 = (threadIdx.x / 16) * 4, column0 = (threadIdx.x % 16) * 4;
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < 4; ++j) {
         if (row0 + i >= m_left || column0 + j >= n_left) continue;
         float* out = d + (row0 + i) * ldd + column0 + j;
-        *out = beta != 0 ? __fmaf_rn(alpha, acc[i][j], *out) : alpha * acc[i][j];
+        *out = beta != 0 ? __fmaf_rn(alpha, acc[i][j], *out) : __fmul_rn(alpha, acc[i][j]);
       }
     }
   }

@@ -1,14 +1,17 @@
 // Counts the output tiles of a list of grouped-GEMM problems: tile_start [P+1], the work list of
 // the kernels beside this file. One CTA; sizes and the number of problems are device data.
 #include "gemm/problems.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/scan.cuh"
 
 constexpr int kThreads = 1024;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     gemm_tiles(GemmProblems problems, i32 capacity, i32 tile_m, i32 tile_n, i32 beta,
-               i32* __restrict__ tile_start) {
+               i32* tile_start) {
   __shared__ i32 scratch[kWarp];
+  wait_for_predecessor();
+  release_successor();
   const i32 count = min_int(*problems.count, capacity);
   i32 before = 0;
   for (i32 base = 0; base < count; base += kThreads) {

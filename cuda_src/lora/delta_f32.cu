@@ -9,7 +9,7 @@
 
 namespace {
 constexpr int kThreads = 128;
-constexpr int kMaxRows = 32;
+constexpr int kMaxRows = 32;  // of a tile's part
 constexpr int kChunk = kChunkBytes / 4;
 
 __device__ __forceinline__ float a_element(const u8* base, i32 layout, i32 rank, i32 in_features,
@@ -27,7 +27,7 @@ __device__ __forceinline__ float a_element(const u8* base, i32 layout, i32 rank,
 extern "C" __global__ void __launch_bounds__(kThreads)
     lora_shrink_f32(const float* __restrict__ x, i64 ldx, i32 x_by,
                     const i32* __restrict__ row_to_pair, i32 top_k, i32 num_tokens, i32 k_major,
-                    const Tile* __restrict__ tiles, const i32* __restrict__ tile_count,
+                    const TileRecord* __restrict__ tiles, const i32* __restrict__ tile_count,
                     const SlotEntry* __restrict__ entries, i32 num_slices, i32 max_loras,
                     i32 start_expert, i32 in_features, i32 max_rank, float* __restrict__ h,
                     i32* status) {
@@ -35,9 +35,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i64 items = static_cast<i64>(*tile_count) * num_slices;
   for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
-    const Tile tile = tiles[item / num_slices];
+    const Tile tile = tiles[item / num_slices].head;
     const i32 slice = static_cast<i32>(item % num_slices);
-    const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras);
+    const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras, status);
     const i32 rank = safe_rank(entry, max_rank, status);
     const u8* a = reinterpret_cast<const u8*>(entry.a_ptr) +
                   static_cast<i64>(tile.expert + start_expert) * entry.a_expert_stride;
@@ -63,18 +63,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads)
     lora_expand_f32(const float* __restrict__ h, float* __restrict__ y, i64 ldy, i32 y_by,
                     const i32* __restrict__ row_to_pair, i32 top_k, i32 num_tokens, i32 k_major,
-                    const Tile* __restrict__ tiles, const i32* __restrict__ tile_count,
+                    const TileRecord* __restrict__ tiles, const i32* __restrict__ tile_count,
                     const SlotEntry* __restrict__ entries, i32 num_slices, i32 max_loras,
-                    i32 start_expert, i32 max_rank, SliceColumns slices, i32* status) {
+                    i32 start_expert, i32 max_rank, SliceColumns slices, i32 parts, i32* status) {
   __shared__ float hidden[kMaxRows][kThreads];
   const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
-  const i32 per_tile = slices.first_block[num_slices];
+  const i32 per_tile = slices.first_block[num_slices] * parts;
   const i64 items = static_cast<i64>(*tile_count) * per_tile;
   for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
-    const Tile tile = tiles[item / per_tile];
-    const i32 block = static_cast<i32>(item % per_tile);
+    Tile tile = tiles[item / per_tile].head;
+    const i32 block = static_cast<i32>(item % per_tile) / parts;
+    const i32 part_row = static_cast<i32>(item % parts) * kMaxRows;
+    tile.first_row += part_row;
+    tile.rows = min_int(kMaxRows, tile.rows - part_row);
+    if (tile.rows <= 0) continue;
     const i32 slice = slice_of_block(slices, block);
-    const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras);
+    const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras, status);
     const i32 rank = safe_rank(entry, max_rank, status);
     if (rank == 0) continue;
     const i32 column = (block - slices.first_block[slice]) * kThreads + threadIdx.x;

@@ -1,274 +1,227 @@
-// Segmented shrink: h[row, rank] = sum over K of A[rank, K] · x[row, K], one work item per (row
-// tile, group of MT rank tiles, K splits). A rank tile is 16 ranks of one slice; tiles of several
-// slices go together, so that slices that share x read it once.
+// Segmented shrink of small batches: h[row, rank] = sum over K of A[rank, K] · x[row, K], one work
+// item per (row tile, up to 16 of its rows, group of MT rank tiles, K split). Larger batches take
+// lora/shrink_stream.cu.
 //
-// In: x, the tile list of build_segments, the slot entries of the slices. Out: float partial sums,
-// h[split][row][slice][rank], read by lora/expand.cu.
+// In: x, tile records, the slot entries of the slices. Out: float partial sums,
+// h[split][row][slice] [rank], read by lora/expand.cu and others through lora/split_sum.cuh.
 //
-// Canonical order of the K sum (what makes a row's bits independent of its batch and of the tile
-// shape): K is cut into splits of 512; in a split, warp w of 4 adds chunks w and w + 4 of 64, in
-// order, on the tensor cores; the four warps' sums are added in warp order, the splits in split
-// order (here when one CTA owns all splits, else by the expand).
-//
-// Weights are the 16-row operand, tokens the 8-column one: a decode segment of few rows wastes
-// little, and operands go from memory straight to registers, 16 bytes a lane (8 consecutive k, fed
-// to two products with k permuted alike in both operands). A warp's units follow each other without
-// a gap from split to split, so loads stay in flight across the reduction between splits.
-#include "lora/slot_entry.cuh"
+// The four warps are the four chains of the K order (k_order.cuh). Weights are the 16-row operand,
+// tokens the 8-column one: a decode segment of few rows wastes little, and operands go from memory
+// straight to registers, 16 bytes a lane. A warp's chunks follow each other without a gap from
+// range to range, so loads stay in flight across the sums between ranges.
+#include "lora/shrink.cuh"
 #include "mma/mma.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/memory.cuh"
 
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * kWarp;
-constexpr int kChunk = 64;                            // k per packed chunk of a 2-byte type
-constexpr int kSplit = 512;                           // k per split
-constexpr int kUnits = 2 * kSplit / kChunk / kWarps;  // of 32 k, per warp and split
-constexpr int kRankTile = 16;
+constexpr int kThreads = kChains * kWarp;
 
 template <int MT, int NT>
 struct ShrinkShape {
-  static constexpr int kRegsPerStage = 8 * MT + 4 * NT;
-  static constexpr int kStages = kRegsPerStage <= 20 ? 4 : kRegsPerStage <= 40 ? 2 : 1;
-  static constexpr int kBlocksPerSm = MT * NT == 1 ? 4 : MT < 4 && MT * NT <= 4 ? 3 : 2;
+  static constexpr int kStages = 2 * MT + NT <= 5 ? 2 : 1;  // chunks in flight per warp
+  static constexpr int kBlocksPerSm = MT * NT == 1 ? 4 : MT < 4 ? 3 : 2;
   static constexpr int kRows = NT * 8;
   static constexpr int kRanks = MT * kRankTile;
   static constexpr int kPitch = kRanks + 4;  // floats between tokens in the reduction buffer
   // In the reduction a thread owns one rank, of every kRowStep-th token.
   static constexpr int kRowStep = kThreads / kRanks;
   static constexpr int kOwn = kRows / kRowStep;
-  static_assert(kUnits % kStages == 0, "a split's units must fall on the same stages every time");
 };
 
-// One expert's A: where a row's bytes of a chunk start, and how the chunk's pieces are swizzled.
-// A block stays below 4 GiB, so offsets into it are 32-bit.
-struct AView {
-  const u8* base;
-  i32 rank;
-  i32 in_features;
-  bool packed;
+// One chunk of this lane's operands.
+template <int MT, int NT>
+struct Stage {
+  uint4 a[2][MT][2];
+  uint4 x[2][NT];
 
-  __device__ __forceinline__ i32 chunk_width(i32 chunk) const {
-    return min_int(kChunk, in_features - chunk * kChunk);
+  __device__ __forceinline__ void load_a(const RankTiles<MT>& ranks, i32 chunk, bool vector) {
+    const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
+    // The slow path apart: calls between the loads would keep them from being in flight together.
+    if (vector) {
+      each([&](int u, int mt, int half) {
+        return ranks.a[mt].load_vector(ranks.first[mt] + half * 8 + g, chunk, u * 4 + t);
+      });
+    } else {
+      each([&](int u, int mt, int half) {
+        return ranks.a[mt].gather(ranks.first[mt] + half * 8 + g, chunk, u * 4 + t);
+      });
+    }
   }
-  __device__ __forceinline__ u32 chunk_offset(i32 chunk) const {
-    return static_cast<u32>(chunk) * kChunkBytes * (packed ? rank : 1);
-  }
-  __device__ __forceinline__ u32 row_bytes(i32 chunk) const {
-    return 2u * (packed ? chunk_width(chunk) : in_features);
-  }
-  // Full packed chunks are swizzled; their tail and a row-major A are not.
-  __device__ __forceinline__ u32 swizzle(i32 chunk, i32 row) const {
-    return packed && chunk_width(chunk) == kChunk ? row & 7 : 0;
-  }
-  __device__ __forceinline__ const u8* piece(i32 row, i32 chunk, i32 index) const {
-    return base + chunk_offset(chunk) + row * row_bytes(chunk) +
-           ((index ^ swizzle(chunk, row)) << 4);
-  }
-  __device__ __forceinline__ const u8* element(i32 row, i32 k) const {
-    const i32 inner = k % kChunk;
-    return piece(row, k / kChunk, inner >> 3) + 2 * (inner & 7);
-  }
-};
-
-// What the items of a launch share, and how one is found.
-struct ShrinkList {
-  const SlotEntry* entries;
-  i32 max_loras, start_expert, in_features, max_rank, rank_tiles;
-
-  __device__ __forceinline__ AView view(const Tile& tile, i32 slice, i32* status) const {
-    const SlotEntry entry = load_entry(entries, slice, tile.slot, max_loras);
-    return AView{reinterpret_cast<const u8*>(entry.a_ptr) +
-                     static_cast<i64>(tile.expert + start_expert) * entry.a_expert_stride,
-                 safe_rank(entry, max_rank, status), in_features, entry.a_layout == kLayoutPacked};
-  }
-};
-
-template <typename T, int MT, int NT>
-struct ShrinkItem {
-  using Shape = ShrinkShape<MT, NT>;
-  AView a[MT];
-  i32 rank_base[MT];    // first rank of each tile; at least a[mt].rank where there is none
-  const u8* x_row[NT];  // token g of every n-tile, null beyond the tile's rows
-  i32 in_features;
-
-  struct Stage {
-    uint4 a[MT][2];
-    uint4 x[NT];
-  };
-
-  // The u-th unit that warp `warp` adds, counted from k = 0.
-  __device__ __forceinline__ void load(Stage& s, i32 warp, i32 u, i32 lane) const {
-    const i32 chunk = warp + (u >> 1) * kWarps;
-    const i32 index = (u & 1) * 4 + (lane & 3);
-    const bool in_k = chunk * kChunk + index * 8 < in_features;
+  template <typename Load>
+  __device__ __forceinline__ void each(const Load& load) {
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
+    for (int u = 0; u < 2; ++u) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const i32 row = rank_base[mt] + half * 8 + (lane >> 2);
-        s.a[mt][half] = load16_if(a[mt].piece(row, chunk, index), in_k && row < a[mt].rank);
+      for (int mt = 0; mt < MT; ++mt) {
+        a[u][mt][0] = load(u, mt, 0);
+        a[u][mt][1] = load(u, mt, 1);
       }
     }
+  }
+  __device__ __forceinline__ void load_x(const u8* const (&rows)[NT], i32 in_features, i32 chunk,
+                                         bool vector) {
+    const i32 t = threadIdx.x % 4;
+    if (vector) {
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const u8* address = x_row[nt] + static_cast<i64>(chunk) * kChunkBytes + index * 16;
-      s.x[nt] = load16_if(address, in_k && x_row[nt] != nullptr);
+      for (int i = 0; i < 2 * NT; ++i) {
+        x[i / NT][i % NT] = ::load_x(rows[i % NT], in_features, chunk, i / NT * 4 + t, true);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * NT; ++i) {
+        x[i / NT][i % NT] = ::load_x(rows[i % NT], in_features, chunk, i / NT * 4 + t, false);
+      }
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&acc)[MT][NT][4], const Stage& s) const {
+  template <typename T>
+  __device__ __forceinline__ void multiply(float (&acc)[MT][NT][4], i32 count) const {
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-      if (MT > 1 && rank_base[mt] >= a[mt].rank) continue;
+    for (int u = 0; u < 2; ++u) {
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        const uint4 &top = s.a[mt][0], &bottom = s.a[mt][1], &x = s.x[nt];
-        mma_16816<T>(acc[mt][nt], top.x, bottom.x, top.y, bottom.y, x.x, x.y);
-        mma_16816<T>(acc[mt][nt], top.z, bottom.z, top.w, bottom.w, x.z, x.w);
+      for (int mt = 0; mt < MT; ++mt) {
+        if (MT > 1 && mt >= count) continue;
+        const uint4 &top = a[u][mt][0], &bottom = a[u][mt][1];
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          const uint4& b = x[u][nt];
+          mma_16816<T>(acc[mt][nt], top.x, bottom.x, top.y, bottom.y, b.x, b.y);
+          mma_16816<T>(acc[mt][nt], top.z, bottom.z, top.w, bottom.w, b.z, b.w);
+        }
       }
     }
   }
 };
 
-// One element of h over K range [k, k_end), from operands aligned to their element only: the slow
-// way, one float chain in order of k.
-template <typename T>
-__device__ __forceinline__ float gathered_dot(const AView& a, i32 row, const u8* x_row, i32 k,
-                                              i32 k_end) {
-  const T* x = reinterpret_cast<const T*>(x_row);
-  float sum = 0.f;
-#pragma unroll 1
-  for (; k < k_end; ++k) {
-    const T weight = *reinterpret_cast<const T*>(a.element(row, k));
-    sum = __fmaf_rn(Elem<T>::to_float(weight), Elem<T>::to_float(x[k]), sum);
+// This warp's chunks of an item, one a round, the same number of rounds in every range.
+struct Rounds {
+  KOrder order;
+  i32 first_range, per_range, count;
+
+  __device__ __forceinline__ Rounds(i32 in_features, i32 splits, i32 split) : order(in_features) {
+    const i32 ranges = order.ranges / splits;
+    first_range = split * ranges;
+    per_range = ceil_div(order.length, kChains);
+    count = ranges * per_range;
   }
-  return sum;
-}
+  __device__ __forceinline__ i32 leaf(i32 round) const {
+    return static_cast<u32>(round) / static_cast<u32>(per_range);
+  }
+  // -1: the chain has no chunk in this round.
+  __device__ __forceinline__ i32 chunk(i32 round) const {
+    const i32 range = first_range + leaf(round);
+    const i32 at =
+        order.first(range) + threadIdx.x / kWarp + kChains * (round - leaf(round) * per_range);
+    return at < order.first(range + 1) ? at : -1;
+  }
+};
 
 }  // namespace
 
 template <typename T, int MT, int NT>
 __global__ void __launch_bounds__(kThreads, ShrinkShape<MT, NT>::kBlocksPerSm)
-    lora_shrink(const u8* x, i64 ldx, i32 x_by, const i32* row_to_pair, i32 top_k, i32 num_tokens,
-                i32 k_major, const Tile* tiles, const i32* tile_count, const SlotEntry* entries,
-                i32 num_slices, i32 max_loras, i32 start_expert, i32 in_features, i32 max_rank,
-                i32 rank_tiles, i32 rank_pitch, i32 split_groups, i64 split_stride, i32 x_vector,
-                float* h, i32* status) {
+    lora_shrink(ShrinkArgs args) {
   using Shape = ShrinkShape<MT, NT>;
-  using Item = ShrinkItem<T, MT, NT>;
-  __shared__ float partial[kWarps][Shape::kRows][Shape::kPitch];
-  // The successor may run ahead to its own wait only once all before this kernel is done, so that
-  // the work list that both read is complete for it too.
-  wait_for_predecessor();
-  release_successor();
-  const RowMap rows{row_to_pair, top_k, num_tokens, k_major};
-  const ShrinkList list{entries, max_loras, start_expert, in_features, max_rank, rank_tiles};
-  const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  // Two buffers alternate: one barrier a range is enough, since a warp writes a buffer again only
+  // after the barrier that follows everybody's sums from it.
+  __shared__ float partial[2][kChains][Shape::kRows][Shape::kPitch];
+  const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const i32 own_rank = threadIdx.x % Shape::kRanks, own_row = threadIdx.x / Shape::kRanks;
-  const i32 splits = ceil_div(in_features, kSplit);
-  const i32 rank_groups = ceil_div(num_slices * rank_tiles, MT);
-  const i32 per_tile = rank_groups * split_groups;
-  const i32 warp_units = 2 * ceil_div(max_int(0, ceil_div(in_features, kChunk) - warp), kWarps);
-  const i64 items = static_cast<i64>(*tile_count) * per_tile;
-  Tile next = blockIdx.x < items ? tiles[blockIdx.x / per_tile] : Tile{};
+  const bool x_vector = args.x_vector != 0;
+  bool waited = false;
+  // The successor may start once all work before this kernel is done, so that the work list that
+  // both read, and y, are complete for it too.
+  const auto wait = [&] {
+    if (waited) return;
+    wait_for_predecessor();
+    release_successor();
+    waited = true;
+  };
+  if (!args.plan_settled) wait();
+  i32 buffer = 0;
 
+  const i64 items = ShrinkItem::count(args);
   for (i64 at = blockIdx.x; at < items; at += gridDim.x) {
-    const Tile tile = next;
-    if (at + gridDim.x < items) next = tiles[(at + gridDim.x) / per_tile];
-    const i32 rest = static_cast<i32>(at % per_tile);
-    const i32 group = rest % split_groups;
-    const i32 first_rank_tile = (rest / split_groups) * MT;
+    const ShrinkItem item(args, at);
+    Tile tile = item.record->head;
+    const i32 row0 = item.part * Shape::kRows;
+    if (row0 >= tile.rows) continue;
+    const SliceFactors factors(args, tile);
+    const RankTiles<MT> ranks(args, factors, item.group);
+    if (ranks.count == 0) continue;
+    const bool a_vector = ranks.vector();
+    const RankPlace place(args, factors, item.group * Shape::kRanks + own_rank);
+    const Rounds rounds(args.in_features, args.splits, item.split);
 
-    Item item;
-    item.in_features = in_features;
-    bool any = false, vector = x_vector != 0;
+    Stage<MT, NT> stages[Shape::kStages];
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-      const i32 q = first_rank_tile + mt;
-      const i32 slice = min_int(q / rank_tiles, num_slices - 1);
-      item.a[mt] = list.view(tile, slice, status);
-      item.rank_base[mt] = q < num_slices * rank_tiles ? (q % rank_tiles) * kRankTile : max_rank;
-      any |= item.rank_base[mt] < item.a[mt].rank;
-      vector &= reinterpret_cast<u64>(item.a[mt].base) % 16 == 0;
+    for (int i = 0; i < Shape::kStages; ++i) {
+      const i32 chunk = i < rounds.count ? rounds.chunk(i) : -1;
+      if (chunk >= 0) stages[i].load_a(ranks, chunk, a_vector);
     }
-    if (!any) continue;
-    const auto x_address = [&](i32 n) {
-      return x + rows.index(tile.first_row + n, static_cast<RowIndex>(x_by)) * ldx * 2;
-    };
+    const TileRows found(args.rows(), *item.record, tile, args.x_by);
+    const u8* x_rows[NT];  // token g of every n-tile, null beyond the tile
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      const i32 n = nt * 8 + (lane >> 2);
-      item.x_row[nt] = n < tile.rows ? x_address(n) : nullptr;
+      const i32 n = row0 + nt * 8 + g;
+      const i64 row = found.index(n, row0 >= kWarp);
+      x_rows[nt] = n < tile.rows ? args.x + row * args.x_pitch : nullptr;
+    }
+    wait();
+#pragma unroll
+    for (int i = 0; i < Shape::kStages; ++i) {
+      const i32 chunk = i < rounds.count ? rounds.chunk(i) : -1;
+      if (chunk >= 0) stages[i].load_x(x_rows, args.in_features, chunk, x_vector);
     }
 
-    const i32 per_group = ceil_div(splits, split_groups);
-    const i32 first = group * per_group, last = min_int(splits, first + per_group);
-    const i32 end = min_int(warp_units, last * kUnits);
-    float total[Shape::kOwn];
-#pragma unroll
-    for (int i = 0; i < Shape::kOwn; ++i) total[i] = 0.f;
-
-    if (vector) {
-      typename Item::Stage stages[Shape::kStages];
+    float acc[MT][NT][4] = {};
+    TreeSum<> tree[Shape::kOwn];
+    float total[Shape::kOwn] = {};
+    for (i32 base = 0; base < rounds.count; base += Shape::kStages) {
 #pragma unroll
       for (int i = 0; i < Shape::kStages; ++i) {
-        if (first * kUnits + i < end) item.load(stages[i], warp, first * kUnits + i, lane);
-      }
-      for (i32 split = first; split < last; ++split) {
-        float acc[MT][NT][4] = {};
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-          const i32 u = split * kUnits + i;
-          if (u < end) item.multiply(acc, stages[i % Shape::kStages]);
-          const i32 ahead = u + Shape::kStages;
-          if (ahead < end) item.load(stages[i % Shape::kStages], warp, ahead, lane);
+        const i32 round = base + i;
+        if (round >= rounds.count) break;
+        if (rounds.chunk(round) >= 0) stages[i].template multiply<T>(acc, ranks.count);
+        const i32 ahead = round + Shape::kStages;
+        const i32 next = ahead < rounds.count ? rounds.chunk(ahead) : -1;
+        if (next >= 0) {
+          stages[i].load_a(ranks, next, a_vector);
+          stages[i].load_x(x_rows, args.in_features, next, x_vector);
         }
-        const i32 g = lane >> 2, t = lane & 3;
+        const i32 leaf = rounds.leaf(round);
+        if (rounds.leaf(round + 1) == leaf) continue;
+        // The range's chains meet.
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              partial[warp][nt * 8 + 2 * t + (i & 1)][mt * kRankTile + g + (i >> 1) * 8] =
-                  acc[mt][nt][i];
+            for (int c = 0; c < 4; ++c) {
+              partial[buffer][warp][nt * 8 + 2 * t + (c & 1)][mt * kRankTile + g + (c >> 1) * 8] =
+                  acc[mt][nt][c];
+              acc[mt][nt][c] = 0.f;
             }
           }
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < Shape::kOwn; ++i) {
-          const i32 n = own_row + i * Shape::kRowStep;
-          float sum = partial[0][n][own_rank];
-#pragma unroll
-          for (int w = 1; w < kWarps; ++w) sum += partial[w][n][own_rank];
-          total[i] += sum;
+        for (int o = 0; o < Shape::kOwn; ++o) {
+          const i32 n = own_row + o * Shape::kRowStep;
+          total[o] = tree[o].add(
+              leaf, add_chains(partial[buffer][0][n][own_rank], partial[buffer][1][n][own_rank],
+                               partial[buffer][2][n][own_rank], partial[buffer][3][n][own_rank]));
         }
-        __syncthreads();
+        buffer ^= 1;
       }
     }
 
-    const i32 q = first_rank_tile + own_rank / kRankTile;
-    const i32 slice = q / rank_tiles;
-    if (slice >= num_slices) continue;
-    const AView a = list.view(tile, slice, nullptr);
-    const i32 m = (q % rank_tiles) * kRankTile + own_rank % kRankTile;
-    if (m >= a.rank) continue;
-    float* out = h + group * split_stride + static_cast<i64>(slice) * rank_pitch + m;
+    if (place.slice < 0) continue;
 #pragma unroll
-    for (int i = 0; i < Shape::kOwn; ++i) {
-      const i32 n = own_row + i * Shape::kRowStep;
-      if (n >= tile.rows) continue;
-      if (!vector) {
-        for (i32 split = first; split < last; ++split) {
-          total[i] += gathered_dot<T>(a, m, x_address(n), split * kSplit,
-                                      min_int(in_features, (split + 1) * kSplit));
-        }
-      }
-      out[static_cast<i64>(tile.first_row + n) * num_slices * rank_pitch] = total[i];
+    for (int o = 0; o < Shape::kOwn; ++o) {
+      const i32 n = row0 + own_row + o * Shape::kRowStep;
+      if (n < tile.rows) h_row(args, tile, n, place.slice, item.split)[place.rank] = total[o];
     }
   }
+  wait();
 }

@@ -27,6 +27,16 @@ struct __align__(16) Tile {
   i32 slot;
 };
 
+// A tile in a list: its head, and the pairs of its first rows, so that a tile of that many rows
+// needs no further list. Past the tile's rows the pairs are -1.
+constexpr int kTilePairs = 8;
+struct __align__(16) TileRecord {
+  Tile head;
+  i32 pairs[kTilePairs];
+  i32 unused[4];  // zeros
+};
+static_assert(sizeof(TileRecord) == 64, "TILE_INTS in worklists.py is 16");
+
 // What a sorted row indexes in x or y.
 enum RowIndex : i32 { kByToken = 0, kByPair = 1, kByRow = 2 };
 
@@ -37,7 +47,9 @@ struct RowMap {
   i32 k_major;
 
   __device__ __forceinline__ i32 token(i32 pair) const {
-    return k_major ? pair % num_tokens : pair / top_k;
+    const u32 p = static_cast<u32>(pair);  // a pair of a valid row; unsigned divides faster
+    return static_cast<i32>(k_major ? p % static_cast<u32>(num_tokens)
+                                    : p / static_cast<u32>(top_k));
   }
   __device__ __forceinline__ i64 index(i32 row, RowIndex by) const {
     if (by == kByRow) return row;
@@ -46,16 +58,22 @@ struct RowMap {
   }
 };
 
+// The entry of a slot; of one outside the table, which a work list made elsewhere may hold, an
+// entry of rank 0, which no kernel reads on from.
 __device__ __forceinline__ SlotEntry load_entry(const SlotEntry* entries, i32 slice, i32 slot,
-                                                i32 max_loras) {
-  return entries[static_cast<i64>(slice) * max_loras + slot];
+                                                i32 max_loras, i32* status = nullptr) {
+  if (static_cast<u32>(slot) < static_cast<u32>(max_loras)) {
+    return entries[static_cast<i64>(slice) * max_loras + slot];
+  }
+  if (slot >= max_loras) raise_status(status, kStatusSlotRange);
+  return SlotEntry{};
 }
 
 // Rank of an entry, 0 for what must not run: a table written by a host that did not validate cannot
 // make a kernel write outside its workspace.
 __device__ __forceinline__ i32 safe_rank(const SlotEntry& entry, i32 max_rank, i32* status) {
   if (entry.rank >= 0 && entry.rank <= max_rank) return entry.rank;
-  if (threadIdx.x == 0) raise_status(status, kStatusRankRange);
+  if (threadIdx.x % kWarp == 0) raise_status(status, kStatusRankRange);
   return 0;
 }
 

@@ -3,129 +3,192 @@
 // permute: x [T, H] -> [R, H] in row order, ghost rows zero. activation: gate and up (or up alone)
 // -> hidden, computed in float, rounded once. finalize: out[t] = residual + sum over choices j, in
 // order, of weight · (y + bias), float, rounded once; foreign choices are skipped.
+//
+// The unit of work is a warp's item: 32 pieces of 16 bytes of one row. A warp looks up its items'
+// rows together and has all their loads in flight before it uses the first; nothing is shared
+// between warps, so a launch may have blocks of any number of them. kVector: every piece of every
+// operand lies on a 16-byte boundary and is whole. kBias: there is a bias. Every operand may come
+// from the kernel before, so nothing is read ahead of the wait and no pointer is __restrict__.
 #include "lora/slot_entry.cuh"
-#include "ptx/convert.cuh"
-#include "route/experts.cuh"
+#include "moe/gate_up.cuh"
+#include "moe/piece.cuh"
+#include "moe/search.cuh"
+#include "ptx/memory.cuh"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // at most
+// What a warp has in flight: items of permute (a load each) and of activation (two loads, with a
+// bias four), rows of y of finalize. ops/_row_items.py knows the first two.
+template <bool kVector>
+constexpr int kPermuteAhead = kVector ? 4 : 1;
+template <bool kVector>
+constexpr int kActivationAhead = kVector ? 2 : 1;
+template <bool kVector, bool kBias>
+constexpr int kRowsAhead = !kVector ? 2
+                           : kBias  ? 4
+                                    : 8;
 
-enum Activation : i32 { kSilu = 0, kGelu = 1, kRelu2 = 2, kSwigluOai = 3 };
-enum GateUpLayout : i32 { kGateFirst = 0, kUpFirst = 1, kInterleaved = 2 };
+// A warp's items, up to kAhead neighbouring ones, `count` of them live: row, and first element of
+// this lane's piece.
+template <typename T, int kAhead>
+struct Items {
+  i32 count;
+  i64 row[kAhead];
+  i32 column[kAhead];
 
-__device__ __forceinline__ float sigmoid(float v) { return 1.f / (1.f + expf(-v)); }
-
-__device__ __forceinline__ float activate(float v, i32 kind) {
-  switch (kind) {
-    case kSilu:
-      return v * sigmoid(v);
-    case kGelu:
-      return 0.5f * v * (1.f + erff(v * 0.70710678118654752f));
-    default: {
-      const float positive = v < 0.f ? 0.f : v;  // NaN stays NaN
-      return positive * positive;
+  __device__ __forceinline__ Items(u32 items, u32 blocks, u32 per_warp) {
+    const u32 first = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp * per_warp;
+    count = first < items ? static_cast<i32>(min(per_warp, items - first)) : 0;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const u32 whole = (first + i) / blocks, block = first + i - whole * blocks;
+      row[i] = whole;
+      column[i] = static_cast<i32>((block * kWarp + threadIdx.x % kWarp) * kPieceElements<T>);
     }
   }
-}
-
-__device__ __forceinline__ float clamped_swiglu(float gate, float up, float alpha, float limit) {
-  const float g = gate > limit ? limit : gate;
-  const float u = up > limit ? limit : up < -limit ? -limit : up;
-  return g * sigmoid(alpha * g) * (u + 1.f);
-}
+};
 
 }  // namespace
 
-template <typename T>
+template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads)
-    permute_rows(const T* __restrict__ x, const i32* __restrict__ row_to_pair,
-                 const i64* __restrict__ offsets, i32 num_experts, i32 num_tokens, i32 top_k,
-                 i32 k_major, i32 width, i32 vector, T* __restrict__ out) {
+    permute_rows(const T* x, const i32* row_to_pair, const i64* offsets, i32 num_experts,
+                 i32 num_tokens, i32 top_k, i32 k_major, i32 width, u32 blocks, u32 num_items,
+                 u32 per_warp, T* out) {
+  constexpr int kAhead = kPermuteAhead<kVector>;
   const RowMap map{row_to_pair, top_k, num_tokens, k_major};
-  const i64 row = blockIdx.x;
-  const bool ghost = row >= offsets[num_experts];
-  const T* from = ghost ? nullptr : x + static_cast<i64>(map.token(row_to_pair[row])) * width;
-  T* to = out + row * width;
-  constexpr int kPer = 16 / sizeof(T);
-  if (vector) {
-    for (i32 i = threadIdx.x; i < width / kPer; i += kThreads) {
-      reinterpret_cast<uint4*>(to)[i] =
-          ghost ? make_uint4(0, 0, 0, 0) : reinterpret_cast<const uint4*>(from)[i];
-    }
-    return;
+  const Items<T, kAhead> items(num_items, blocks, per_warp);
+  wait_for_predecessor();
+  release_successor();
+  if (items.count == 0) return;
+  const i64 valid = offsets[num_experts];
+  i32 pair[kAhead];
+  uint4 piece[kAhead];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    pair[i] = i < items.count ? row_to_pair[items.row[i]] : -1;
   }
-  for (i32 i = threadIdx.x; i < width; i += kThreads) to[i] = ghost ? T{} : from[i];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    const bool live = i < items.count && items.row[i] < valid;
+    const i32 column = items.column[i];
+    const T* from = x + static_cast<i64>(live ? map.token(pair[i]) : 0) * width + column;
+    piece[i] = load_piece<kVector>(from, live ? width - column : 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    if (i >= items.count) break;
+    const i32 column = items.column[i];
+    store_piece<kVector>(out + items.row[i] * width + column, piece[i], width - column);
+  }
 }
 
 // rows: null row_to_pair means that every row of x is live and none has an expert.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    activation(const T* __restrict__ x, i32 num_rows, i32 hidden, i32 kind, i32 gated, i32 layout,
-               float alpha, float limit, const T* __restrict__ bias,
-               const i32* __restrict__ row_to_pair, const i64* __restrict__ offsets,
-               i32 num_experts, i32 by_pair, T* __restrict__ out) {
-  const i64 row = blockIdx.x;
-  i64 at = row;
-  i32 expert = 0;
-  if (row_to_pair != nullptr) {
-    if (row >= offsets[num_experts]) return;
-    if (by_pair) at = row_to_pair[row];
-    if (bias != nullptr) expert = expert_of_row(offsets, num_experts, row);
+template <typename T, bool kVector, bool kBias>
+__global__ void __launch_bounds__(kThreads, 4)
+    activation(const T* x, i32 hidden, i32 kind, i32 gated, i32 layout, float alpha, float limit,
+               const T* bias, const i32* row_to_pair, const i64* offsets, i32 num_experts,
+               i32 by_pair, u32 blocks, u32 num_items, u32 per_warp, T* out) {
+  constexpr int kAhead = kActivationAhead<kVector>;
+  const ActivationForm form{hidden, kind, gated, layout, alpha, limit};
+  const Items<T, kAhead> items(num_items, blocks, per_warp);
+  wait_for_predecessor();
+  release_successor();
+  if (items.count == 0) return;
+  const i64 valid = row_to_pair == nullptr ? 0x7fffffffffffffffll : offsets[num_experts];
+  i64 at[kAhead];  // row of x and out
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    at[i] = items.row[i];
+    if (row_to_pair != nullptr && by_pair && i < items.count) at[i] = row_to_pair[at[i]];
   }
-  const i32 width = gated ? 2 * hidden : hidden;
-  const T* in = x + at * width;
-  const T* b = bias == nullptr ? nullptr : bias + static_cast<i64>(expert) * width;
-  const auto value = [&](i32 column) {
-    const float v = Elem<T>::to_float(in[column]);
-    return b == nullptr ? v : v + Elem<T>::to_float(b[column]);
-  };
-  const i32 first = blockIdx.y * kThreads + threadIdx.x;
-  for (i32 i = first; i < hidden; i += gridDim.y * kThreads) {
-    float result;
-    if (!gated) {
-      result = activate(value(i), kind);
-    } else {
-      const i32 gate_column = layout == kGateFirst ? i : layout == kUpFirst ? hidden + i : 2 * i;
-      const i32 up_column = layout == kGateFirst ? hidden + i : layout == kUpFirst ? i : 2 * i + 1;
-      const float gate = value(gate_column), up = value(up_column);
-      result =
-          kind == kSwigluOai ? clamped_swiglu(gate, up, alpha, limit) : activate(gate, kind) * up;
+  i32 left[kAhead];
+  GateUpPieces<T, kVector> pieces[kAhead], biases[kAhead];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    const bool live = i < items.count && items.row[i] < valid;
+    left[i] = live ? hidden - items.column[i] : 0;
+    if constexpr (kBias) {
+      const i64 e = live ? warp_last_at_most(offsets, num_experts, items.row[i]) : 0;
+      biases[i].load(bias + e * form.width(), items.column[i], left[i], form);
     }
-    out[at * hidden + i] = Elem<T>::from_float(result);
+  }
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    pieces[i].load(x + at[i] * form.width(), items.column[i], left[i], form);
+  }
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    if (left[i] <= 0) continue;
+    GateUp<T> values(pieces[i], form);
+    if constexpr (kBias) values.add(GateUp<T>(biases[i], form));
+    store_piece<kVector>(out + at[i] * hidden + items.column[i], values.activated(form), left[i]);
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    finalize(const T* __restrict__ y, const float* __restrict__ weights,
-             const i32* __restrict__ pair_to_row, const i64* __restrict__ offsets, i32 num_experts,
-             i32 num_tokens, i32 top_k, i32 k_major, i32 hidden, i32 by_pair,
-             const T* __restrict__ bias, const T* __restrict__ residual, T* __restrict__ out) {
-  extern __shared__ i32 choices[];  // [top_k] row of y or -1, then [top_k] expert
-  const i64 token = blockIdx.x;
-  for (i32 j = threadIdx.x; j < top_k; j += kThreads) {
-    const i32 pair =
-        k_major ? j * num_tokens + static_cast<i32>(token) : static_cast<i32>(token) * top_k + j;
-    const i32 row = pair_to_row[pair];
-    choices[j] = row < 0 ? -1 : by_pair ? pair : row;
-    if (bias != nullptr && row >= 0) {
-      choices[top_k + j] = expert_of_row(offsets, num_experts, row);
-    }
+template <typename T, bool kVector, bool kBias>
+__global__ void __launch_bounds__(kThreads, 3)
+    finalize(const T* y, const float* weights, const i32* pair_to_row, const i64* offsets,
+             i32 num_experts, i32 num_tokens, i32 top_k, i32 k_major, i32 hidden, i32 by_pair,
+             const T* bias, const T* residual, u32 blocks, u32 num_items, T* out) {
+  constexpr int kPer = kPieceElements<T>, kGroup = kRowsAhead<kVector, kBias>;
+  const Items<T, 1> items(num_items, blocks, 1);
+  const i32 lane = threadIdx.x % kWarp;
+  const i64 token = items.row[0];
+  const i32 column = items.column[0], left = hidden - column;
+  wait_for_predecessor();
+  release_successor();
+  if (items.count == 0) return;
+  float sum[kPer] = {};
+  if (residual != nullptr) {
+    unpack_piece<T>(load_piece<kVector>(residual + token * hidden + column, left), sum);
   }
-  __syncthreads();
-  const i32 first = blockIdx.y * kThreads + threadIdx.x;
-  for (i32 i = first; i < hidden; i += gridDim.y * kThreads) {
-    float sum = residual == nullptr ? 0.f : Elem<T>::to_float(residual[token * hidden + i]);
-    for (i32 j = 0; j < top_k; ++j) {
-      const i32 at = choices[j];
-      if (at < 0) continue;
-      float v = Elem<T>::to_float(y[static_cast<i64>(at) * hidden + i]);
-      if (bias != nullptr) {
-        v += Elem<T>::to_float(bias[static_cast<i64>(choices[top_k + j]) * hidden + i]);
+  for (i32 base = 0; base < top_k; base += kWarp) {
+    // A lane looks up one choice: where its row of y lies (-1: not ours), weight and expert.
+    const i32 j = base + lane, choices = min_int(kWarp, top_k - base);
+    i32 at = -1, expert = 0;
+    float weight = 0.f;
+    i32 row = -1;
+    if (j < top_k) {
+      const i64 pair = k_major ? static_cast<i64>(j) * num_tokens + token : token * top_k + j;
+      row = pair_to_row[pair];
+      weight = weights[token * top_k + j];
+      at = row < 0 ? -1 : by_pair ? static_cast<i32>(pair) : row;
+    }
+    if constexpr (kBias) {
+      expert = LaneSearch<i64>(offsets, num_experts).last_at_most(row, choices);
+    }
+    for (i32 first = 0; first < choices; first += kGroup) {
+      uint4 piece[kGroup], offset[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        // Lanes past the last choice hold -1.
+        const i32 from = __shfl_sync(kFullMask, at, first + i);
+        const T* p = y + static_cast<i64>(from < 0 ? 0 : from) * hidden + column;
+        piece[i] = load_piece<kVector>(p, from < 0 ? 0 : left);
+        if constexpr (kBias) {
+          const i64 e = __shfl_sync(kFullMask, expert, first + i);
+          offset[i] = load_piece<kVector>(bias + e * hidden + column, from < 0 ? 0 : left);
+        }
       }
-      sum = __fmaf_rn(weights[token * top_k + j], v, sum);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const i32 from = __shfl_sync(kFullMask, at, first + i);
+        const float w = __shfl_sync(kFullMask, weight, first + i);
+        if (from < 0) continue;
+        float v[kPer];
+        unpack_piece<T>(piece[i], v);
+        if constexpr (kBias) {
+          float b[kPer];
+          unpack_piece<T>(offset[i], b);
+#pragma unroll
+          for (int c = 0; c < kPer; ++c) v[c] = __fadd_rn(v[c], b[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < kPer; ++c) sum[c] = __fmaf_rn(w, v[c], sum[c]);
+      }
     }
-    out[token * hidden + i] = Elem<T>::from_float(sum);
   }
+  store_piece<kVector>(out + token * hidden + column, pack_piece<T>(sum), left);
 }

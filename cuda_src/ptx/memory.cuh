@@ -39,6 +39,31 @@ __device__ __forceinline__ uint4 load16_rw_if(const void* address, bool valid) {
   return v;
 }
 
+__device__ __forceinline__ u32 load4_rw_if(const void* address, bool valid) {
+  u32 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "@p ld.global.u32 %0, [%1];\n"
+      "}\n"
+      : "=&r"(v)
+      : "l"(address), "r"(static_cast<u32>(valid)));
+  return v;
+}
+
+__device__ __forceinline__ void store4_if(void* address, u32 v, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p st.global.u32 [%0], %1;\n"
+      "}\n" ::"l"(address),
+      "r"(v), "r"(static_cast<u32>(valid))
+      : "memory");
+}
+
 __device__ __forceinline__ uint2 load8_if(const void* address, bool valid) {
   uint2 v;
   asm volatile(
@@ -78,10 +103,47 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// 16, 8 or 4 bytes of shared memory; zeros where `valid` is false.
+__device__ __forceinline__ uint4 shared16_if(u32 address, bool valid) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (valid) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address));
+  }
+  return v;
+}
+__device__ __forceinline__ uint2 shared8_if(u32 address, bool valid) {
+  uint2 v = make_uint2(0, 0);
+  if (valid) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  }
+  return v;
+}
+__device__ __forceinline__ u32 shared4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address));
+  return v;
+}
+// Four neighbouring 2-byte elements, `count` of them valid and the rest zero.
+__device__ __forceinline__ uint2 shared_gather4(u32 address, i32 count) {
+  u32 element[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u16 v = 0;
+    if (i < count) asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(address + 2 * i));
+    element[i] = v;
+  }
+  return make_uint2(element[0] | (element[1] << 16), element[2] | (element[3] << 16));
+}
+
 // Copies `bytes` (0..16) to shared memory and fills the rest of the 16 with zeros.
 __device__ __forceinline__ void copy16_async(u32 shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
                "r"(bytes));
+}
+__device__ __forceinline__ void copy4_async(u32 shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared), "l"(global));
 }
 __device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;\n" ::); }
 template <int kPending>

@@ -6,6 +6,7 @@
 // RowLora -> shrink and expand problems (LoraProblems), one a row or one a run of equal rows.
 // expert_problems: one base-weight problem per expert.
 #include "lora/slot_entry.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/scan.cuh"
 #include "ptx/types.cuh"
 #include "route/experts.cuh"
@@ -180,8 +181,10 @@ extern "C" __global__ void __launch_bounds__(kRunThreads)
                  i32* status) {
   __shared__ i32 offsets[kMaxExperts + 1];
   __shared__ i32 scratch[kWarp];
+  __shared__ i32 cut;  // row behind the last problem: where the first one without room begins
   load_offsets(offsets, global_offsets, num_experts);
   const i32 valid = offsets[num_experts];
+  if (threadIdx.x == 0) cut = valid;
   const i64 per_row = static_cast<i64>(shape.max_rank) * splitk_slices;
   const auto starts = [&](i32 row) {
     return row == 0 || offsets[expert_of_row(offsets, num_experts, row)] == row ||
@@ -196,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(kRunThreads)
     const bool start = row < valid && starts(row);
     const i32 end = before + block_inclusive(start ? 1 : 0, 0, scratch, Sum());
     if (start && end <= max_problems) shrink.m[end - 1] = row;
+    if (start && end == max_problems + 1) cut = row;
     if (threadIdx.x == kRunThreads - 1) scratch[0] = end;
     __syncthreads();
     before = scratch[0];
@@ -208,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(kRunThreads)
   __syncthreads();
   for (i32 base = 0; base < count; base += kRunThreads) {
     const i32 p = base + threadIdx.x;
-    const i32 row = p < count ? shrink.m[p] : valid;
-    const i32 end = p + 1 < count ? shrink.m[p + 1] : valid;
+    const i32 row = p < count ? shrink.m[p] : cut;
+    const i32 end = p + 1 < count ? shrink.m[p + 1] : cut;
     __syncthreads();
     if (p < count) {
       write_pair(shrink, expand, shape, rows, p, row, end - row, status);
@@ -219,15 +223,17 @@ extern "C" __global__ void __launch_bounds__(kRunThreads)
   if (threadIdx.x == 0) {
     *shrink_count = count;
     *expand_count = count;
-    if (splitk_offsets != nullptr) splitk_offsets[count] = valid * per_row;
+    if (splitk_offsets != nullptr) splitk_offsets[count] = cut * per_row;
   }
 }
 
-extern "C" __global__ void expert_problems(const i64* __restrict__ offsets, i32 num_experts, u64 x,
-                                           u64 w, u64 y, i64 ldx, i64 ldy, i32 itemsize,
-                                           i32 in_features, i32 out_features, Problems problems,
-                                           i32* __restrict__ count) {
+// Part of the chain of dependent launches, so its pointers are not __restrict__.
+extern "C" __global__ void expert_problems(const i64* offsets, i32 num_experts, u64 x, u64 w, u64 y,
+                                           i64 ldx, i64 ldy, i32 itemsize, i32 in_features,
+                                           i32 out_features, Problems problems, i32* count) {
   const i32 e = blockIdx.x * blockDim.x + threadIdx.x;
+  wait_for_predecessor();
+  release_successor();
   if (e == 0) *count = num_experts;
   if (e >= num_experts) return;
   const i64 first = offsets[e];

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kMaxTileRows = 32;
+constexpr int kMaxTileRows = 64;
 constexpr i32 kNone = -1;
 
 struct Rows {
@@ -74,6 +74,22 @@ __device__ __forceinline__ i32 rows_to_boundary(const u32* boundaries, i32 index
   return limit;
 }
 
+// A tile's record: 64 bytes in four stores.
+__device__ __forceinline__ void write_record(TileRecord& record, const Tile& head,
+                                             const i32* row_to_pair) {
+  int4 pairs[kTilePairs / 4];
+  i32* pair = reinterpret_cast<i32*>(pairs);
+#pragma unroll
+  for (int i = 0; i < kTilePairs; ++i) {
+    pair[i] = i < head.rows ? row_to_pair[head.first_row + i] : -1;
+  }
+  int4* out = reinterpret_cast<int4*>(&record);
+  out[0] = make_int4(head.first_row, head.rows, head.expert, head.slot);
+  out[1] = pairs[0];
+  out[2] = pairs[1];
+  out[3] = make_int4(0, 0, 0, 0);
+}
+
 // Tiles that start in rows [first, first + count) of a segment, counted from the segment's start.
 __device__ __forceinline__ i32 tile_starts(i32 first, i32 count, i32 tile_rows) {
   return ceil_div(first + count, tile_rows) - ceil_div(first, tile_rows);
@@ -110,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                  i32 num_experts, i32 max_loras, i32 tile_rows,
                  const Summary* __restrict__ summaries, i32 max_segments, i32 max_tiles,
                  i32* __restrict__ seg_start, i32* __restrict__ seg_expert,
-                 i32* __restrict__ seg_slot, i32* __restrict__ seg_count, Tile* __restrict__ tiles,
-                 i32* __restrict__ tile_count, i32* status) {
+                 i32* __restrict__ seg_slot, i32* __restrict__ seg_count,
+                 TileRecord* __restrict__ tiles, i32* __restrict__ tile_count, i32* status) {
   __shared__ i32 scratch[kWarps];
   __shared__ i32 carry[3];  // segments, tiles before this CTA; start of the segment it continues
   __shared__ i32 starts_in_block[kThreads + 1];
@@ -168,13 +184,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   if (is_tile && tile < max_tiles) {
     const i32 count = rows_to_boundary(boundaries, threadIdx.x, tile_rows);
-    tiles[tile] = Tile{row, count, s.expert, s.slot};
+    write_record(tiles[tile], Tile{row, count, s.expert, s.slot}, row_to_pair);
   }
+  // A list without room ends where its next segment would have begun.
+  if (s.start && segment == max_segments) seg_start[max_segments] = row;
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == kThreads - 1) {
-    if (segment >= max_segments) raise_status(status, kStatusCapacity);
-    const i32 count = min_int(segment + 1, max_segments);
-    *seg_count = count;
+    const i32 count = segment + 1;
+    *seg_count = min_int(count, max_segments);
     *tile_count = min_int(tile + 1, max_tiles);
-    seg_start[count] = valid;
+    if (count > max_segments) {
+      raise_status(status, kStatusCapacity);
+    } else {
+      seg_start[count] = valid;
+    }
   }
 }

@@ -43,9 +43,8 @@ struct Pairs {
     return 0;
   }
   __device__ __forceinline__ u32 key(i32 pair, i32* status) const {
-    const i32 e = expert(pair);
-    if (e == num_experts) return kForeign;
-    return static_cast<u32>(e) * (max_loras + 1) + slot_digit(pair, status);
+    const i32 e = expert(pair), digit = slot_digit(pair, status);  // reported for any token
+    return e == num_experts ? kForeign : static_cast<u32>(e) * (max_loras + 1) + digit;
   }
 };
 

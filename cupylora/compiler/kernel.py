@@ -90,6 +90,24 @@ class Kernel:
         driver.check(status, f"occupancy of kernel {self.name}")
         return blocks.value
 
+    def active_clusters(self, threads: int, smem: int, size: int) -> int:
+        """How many clusters of ``size`` blocks the device holds at a time."""
+        self.allow_shared(smem)
+        attributes = _attributes((size, 1, 1), pdl=False)
+        config = driver.LaunchConfig(
+            grid=(size, 1, 1),
+            block=(threads, 1, 1),
+            shared_bytes=smem,
+            attributes=attributes,
+            num_attributes=len(attributes),
+        )
+        clusters = ctypes.c_int()
+        status = driver.library().cuOccupancyMaxActiveClusters(
+            ctypes.byref(clusters), ctypes.c_void_p(self.function), ctypes.byref(config)
+        )
+        driver.check(status, f"occupancy of kernel {self.name} in clusters of {size}")
+        return clusters.value
+
     def _check_parameters(self, types: Sequence[str]) -> None:
         """Compare with the layout in the cubin; drivers before CUDA 12.4 cannot tell it.
 

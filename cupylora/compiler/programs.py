@@ -14,6 +14,8 @@ __all__ = ["PROGRAMS", "find_program"]
 # Our dtype names -> the C++ types of ptx/types.cuh.
 _DTYPES = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "float"}
 
+_BIAS = {"bare": "false", "bias": "true"}
+
 _MATRIX_DTYPES = {"bfloat16": "Bf16", "float16": "Fp16"}
 
 
@@ -31,6 +33,12 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         source="util/fill.cu",
         kernels=instances("fill_uniform<{dtype}>", dtype=_DTYPES),
     ),
+    # Loads that a thread has in flight.
+    KernelProgram(
+        name="stream",
+        source="util/stream.cu",
+        kernels=instances("read_stream<{unroll}>", unroll=(1, 4, 8)),
+    ),
     KernelProgram(
         name="sort",
         source="route/sort.cu",
@@ -41,6 +49,32 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         source="route/segments.cu",
         kernels=_plain("segment_counts", "segment_fill"),
     ),
+    # Threads a pair; columns and rounds (pairs of a block: 32 times both).
+    KernelProgram(
+        name="plan",
+        source="route/plan.cu",
+        kernels={
+            **_named("rank", instances("plan_rank<{parts}>", parts=(8, 4))),
+            **_named(
+                "table",
+                instances("plan_table<{columns}, {rounds}>", columns=(8,), rounds=(1, 2, 4)),
+            ),
+            **_named(
+                "table",
+                instances("plan_table<{columns}, {rounds}>", columns=(16, 32), rounds=(2, 4)),
+            ),
+        },
+    ),
+    KernelProgram(
+        name="plan_large",
+        source="route/plan_large.cu",
+        kernels={
+            **_named(
+                "count", instances("plan_count<{columns}, {rounds}>", columns=(8, 16), rounds=(4,))
+            ),
+            "place": "plan_place",
+        },
+    ),
     KernelProgram(
         name="pointers",
         source="route/pointers.cu",
@@ -48,7 +82,8 @@ PROGRAMS: tuple[KernelProgram, ...] = (
             "slot_lookup", "pointer_expand", "problem_rows", "problem_runs", "expert_problems"
         ),
     ),
-    # Shrink: <rank tiles of 16>_<rows of a tile>; expand: rows of a tile's part.
+    # The pair: shrink by rank tiles of 16 that go together and rows of a tile's part, expand by the
+    # latter; for large batches shrink by rank tiles, expand by rank steps of 16.
     *(
         KernelProgram(
             name=f"lora_shrink_{dtype}",
@@ -56,7 +91,7 @@ PROGRAMS: tuple[KernelProgram, ...] = (
             kernels=instances(
                 f"lora_shrink<{cpp}, {{ranks}}, {{rows}}>",
                 ranks=(1, 2, 4),
-                rows={"8": 1, "16": 2, "32": 4},
+                rows={"8": 1, "16": 2},
             ),
             matrix=True,
         )
@@ -71,10 +106,78 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         )
         for dtype, cpp in _MATRIX_DTYPES.items()
     ),
+    *(
+        KernelProgram(
+            name=f"lora_{half}_stream_{dtype}",
+            source=f"lora/{half}_stream.cu",
+            kernels=instances(f"lora_{half}_stream<{cpp}, {{tiles}}>", tiles=(1, 2, 4)),
+            matrix=True,
+        )
+        for half in ("shrink", "expand")
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    # The fused delta: by rank tiles of 16, and cluster by chunks in
+    # flight, ring by rows of a tile.
+    *(
+        KernelProgram(
+            name=f"lora_cluster_{dtype}",
+            source="lora/cluster.cu",
+            kernels={
+                **instances(f"lora_cluster<{cpp}, 1, {{stages}}>", stages={"1_1": 1, "1_2": 2}),
+                **instances(f"lora_cluster<{cpp}, {{ranks}}, 1>", ranks={"2_1": 2, "4_1": 4}),
+            },
+            min_arch="sm_90a",
+            matrix=True,
+        )
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    *(
+        KernelProgram(
+            name=f"lora_ring_{dtype}",
+            source="lora/ring.cu",
+            kernels={
+                **instances(
+                    f"lora_ring<{cpp}, {{ranks}}, 1>", ranks={"1_8": 1, "2_8": 2, "4_8": 4}
+                ),
+                **instances(f"lora_ring<{cpp}, {{ranks}}, 2>", ranks={"1_16": 1, "2_16": 2}),
+                **instances(f"lora_ring<{cpp}, {{ranks}}, 4>", ranks={"1_32": 1}),
+            },
+            min_arch="sm_90a",
+            matrix=True,
+        )
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
     KernelProgram(
         name="lora_f32",
         source="lora/delta_f32.cu",
         kernels={"shrink": "lora_shrink_f32", "expand": "lora_expand_f32"},
+    ),
+    # Expand of gate and up with the activation: rows of a tile's part, and "element" for widths or
+    # addresses that do not allow 16 bytes at a time.
+    *(
+        KernelProgram(
+            name=f"lora_activation_{dtype}",
+            source="lora/expand_activation.cu",
+            kernels={
+                name: f"lora_expand_activation<{cpp}, {form}>"
+                for name, form in {"8": "1, true", "16": "2, true", "element": "1, false"}.items()
+            },
+            matrix=True,
+        )
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    KernelProgram(
+        name="lora_activation_float32",
+        source="lora/expand_activation.cu",
+        kernels={
+            "vector": "lora_expand_activation_f32<true>",
+            "element": "lora_expand_activation_f32<false>",
+        },
+    ),
+    KernelProgram(
+        name="lora_finalize",
+        source="moe/lora_finalize.cu",
+        kernels=instances("lora_finalize<{dtype}>", dtype=_DTYPES),
     ),
     KernelProgram(
         name="gemm_tiles",
@@ -100,14 +203,23 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         source="gemm/grouped_f32.cu",
         kernels=_plain("grouped_gemm_f32"),
     ),
-    KernelProgram(
-        name="rows",
-        source="moe/rows.cu",
-        kernels={
-            **_named("permute", instances("permute_rows<{dtype}>", dtype=_DTYPES)),
-            **_named("activation", instances("activation<{dtype}>", dtype=_DTYPES)),
-            **_named("finalize", instances("finalize<{dtype}>", dtype=_DTYPES)),
-        },
+    # 16 bytes at a time, and element by element for widths or addresses that do not allow it;
+    # activation and finalize with and without a bias.
+    *(
+        KernelProgram(
+            name=name,
+            source="moe/rows.cu",
+            kernels={
+                **_named("permute", instances(f"permute_rows<{{dtype}}, {way}>", dtype=_DTYPES)),
+                **instances(
+                    f"{{row_op}}<{{dtype}}, {way}, {{bias}}>",
+                    row_op=("activation", "finalize"),
+                    bias=_BIAS,
+                    dtype=_DTYPES,
+                ),
+            },
+        )
+        for name, way in {"rows": "true", "rows_unaligned": "false"}.items()
     ),
 )
 

@@ -1,8 +1,9 @@
 """LoRA on a routed-expert block: gate and up, activation, down, weighted sum.
 
 Either step by step on a host's own base outputs (``add_first``, ``activate``, ``add_down``,
-``finalize``), or whole with base expert weights (``forward``), whose GEMMs go through the same
-grouped kernel. In: x, router output, a BatchPlan of the block's experts. Out: [T, H].
+``finalize``; or ``activate_with_delta`` and ``finalize_with_delta``, which take two of the steps at
+once), or whole with base expert weights (``forward``), whose GEMMs go through the same grouped
+kernel. In: x, router output, a BatchPlan of the block's experts. Out: [T, H].
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from cupylora.ops.activation import activation
 from cupylora.ops.expert_problems import expert_problems
 from cupylora.ops.finalize import finalize
 from cupylora.ops.grouped_gemm import grouped_gemm
+from cupylora.ops.lora_activation import lora_activation
 from cupylora.ops.lora_delta import lora_delta
+from cupylora.ops.lora_finalize import lora_finalize
 from cupylora.ops.permute_rows import permute_rows
 from cupylora.shapes import MAX_RANK, MoeShape
 from cupylora.worklists import Array, GemmProblems, LoraSlice
@@ -245,6 +248,56 @@ class MoeLora:
         )
         return result
 
+    def activate_with_delta(
+        self,
+        x: Array,
+        y: Array,
+        plan: BatchPlan,
+        *,
+        x_rows: Literal["token", "pair", "row"] = "token",
+        rows: RowsBy = "pair",
+        bias: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """``add_first`` and ``activate`` at once: ``y`` [R, first_width] is read once and stays.
+
+        Arguments as theirs. One launch and two passes over y fewer; y plus its delta is not rounded
+        before the activation, so that rows with a delta may differ from the two steps in the last
+        bit.
+        """
+        self._start(plan)
+        moe = self.moe
+        check_choice("x_rows", x_rows, ("token", "pair", "row"))
+        length = plan.num_tokens if x_rows == "token" else plan.num_rows
+        self._check.read("x", x, length, moe.hidden)
+        self._check.read("y", y, plan.num_rows, moe.first_width)
+        if bias is not None:
+            self._check.read("bias", bias, plan.experts, moe.first_width)
+        shape = (plan.num_rows, moe.intermediate)
+        result = self.workspace.view(_HIDDEN, shape) if out is None else out
+        self._check.written("out", result, *shape)
+        lora_activation(
+            x,
+            y,
+            plan.segments,
+            plan.routing,
+            self._first[0],
+            in_features=moe.hidden,
+            max_rank=self.max_rank,
+            kind=moe.activation,
+            gated=moe.gated,
+            layout=moe.gate_up_layout,
+            alpha=moe.alpha,
+            limit=moe.limit,
+            bias=bias,
+            x_rows=x_rows,
+            rows=rows,
+            out=result,
+            workspace=self.workspace.lora(),
+            status=self._backend.status,
+        )
+        return result
+
     def add_down(
         self,
         x: Array,
@@ -284,6 +337,52 @@ class MoeLora:
             self._check.read("bias", bias, plan.experts, self.moe.hidden)
         result: Array = finalize(
             y, topk_weights, plan.routing, y_rows=rows, bias=bias, residual=residual, out=out
+        )
+        return result
+
+    def finalize_with_delta(
+        self,
+        x: Array,
+        y: Array,
+        topk_weights: Array,
+        plan: BatchPlan,
+        *,
+        x_rows: RowsBy = "pair",
+        rows: RowsBy = "pair",
+        bias: Array | None = None,
+        residual: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """``add_down`` and ``finalize`` at once: ``y`` [R, H] is read once and stays.
+
+        Arguments as theirs. One launch and two passes over y fewer, but B is read for every (token,
+        choice): for decode, where few rows share an adapter's expert. Tokens with a delta may
+        differ from the two steps in the last bit.
+        """
+        self._start(plan)
+        moe = self.moe
+        check_choice("x_rows", x_rows, ("pair", "row"))
+        self._check.read("x", x, plan.num_rows, moe.intermediate)
+        self._check.read("y", y, plan.num_rows, moe.hidden)
+        self._check_sum(topk_weights, plan, residual, out)
+        if bias is not None:
+            self._check.read("bias", bias, plan.experts, moe.hidden)
+        result: Array = lora_finalize(
+            x,
+            y,
+            topk_weights,
+            plan.segments,
+            plan.routing,
+            self._down[0],
+            in_features=moe.intermediate,
+            max_rank=self.max_rank,
+            x_rows=x_rows,
+            y_rows=rows,
+            bias=bias,
+            residual=residual,
+            out=out,
+            workspace=self.workspace.lora(),
+            status=self._backend.status,
         )
         return result
 

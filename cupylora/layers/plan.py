@@ -1,7 +1,7 @@
 """A batch's work lists, in memory that is allocated once.
 
-``BatchPlan.update`` routes a batch and cuts it into segments and tiles; the layers read the result.
-A dense layer is the case of one expert and top-1: one plan per batch serves all dense layers. A MoE
+``BatchPlan.update`` sorts a batch's rows and cuts them into segments and tiles for the layers. A
+dense layer is the case of one expert and top-1: one plan per batch serves all dense layers. A MoE
 layer has its own routing, so a plan is updated per layer (layers run in order on one stream, which
 lets them share it). In: ``token_to_slot`` and ``topk_ids``. Out: Routing and Segments.
 """
@@ -23,11 +23,12 @@ from cupylora.checks import (
     check_type,
 )
 from cupylora.errors import ArgumentError, CapacityError
-from cupylora.ops.build_segments import build_segments, segments_workspace_bytes
-from cupylora.ops.route import route, route_workspace_bytes
-from cupylora.shapes import MAX_EXPERTS
+from cupylora.ops.build_segments import build_segments
+from cupylora.ops.plan import plan, plan_workspace_bytes
+from cupylora.shapes import MAX_EXPERTS, MAX_RANK
 from cupylora.worklists import (
     MAX_ROWS,
+    TILE_INTS,
     Array,
     Routing,
     RowOrder,
@@ -58,7 +59,8 @@ class BatchPlan:
 
     experts: local experts (1 and ``top_k`` 1: a dense layer's plan); start_expert: the first one's
     global id. row_order: how pairs are numbered. any_order: make room for rows in any order, which
-    ``adopt`` needs; rows sorted here form fewer segments.
+    ``adopt`` needs; rows sorted here form fewer segments. max_active and max_rank: most adapters of
+    a batch (default: few) and their largest rank, by which tiles are cut: speed only.
 
     A call that refuses its arguments by their dtype, shape or place leaves the plan as it was. One
     that fails later has begun to write over the batch before: the plan is empty then.
@@ -75,6 +77,8 @@ class BatchPlan:
         start_expert: int = 0,
         row_order: RowOrder = "token_major",
         any_order: bool = False,
+        max_active: int | None = None,
+        max_rank: int = 16,
     ) -> None:
         check_type("backend", backend, ArrayBackend)
         check_type("any_order", any_order, bool)
@@ -87,6 +91,8 @@ class BatchPlan:
         check_choice("row_order", row_order, ("token_major", "k_major"))
         self.row_order: RowOrder = row_order
         self.any_order = any_order
+        self.max_active = 1 if max_active is None else check_int("max_active", max_active, 0)
+        self.max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
         rows = self.max_tokens * self.top_k
         check_int("max_tokens * top_k", rows, 1, MAX_ROWS)
         room = self._segment_room(rows)
@@ -96,7 +102,7 @@ class BatchPlan:
         self._start = backend.empty(room + 1, np.int32)
         self._expert, self._slot = (backend.empty(room, np.int32) for _ in range(2))
         self._count, self._tile_count = (backend.zeros(1, np.int32) for _ in range(2))
-        self._tiles = backend.empty((tile_capacity(rows, room, 8), 4), np.int32)
+        self._tiles = backend.empty((tile_capacity(rows, room, 8), TILE_INTS), np.int32)
         dense = experts == 1 and top_k == 1 and start_expert == 0
         self._all_to_one = backend.zeros((max_tokens, 1), np.int32) if dense else None
         self._scratch = self._make_scratch(rows)
@@ -146,18 +152,18 @@ class BatchPlan:
         shape = (tokens, self.top_k)
         check_array("topk_ids", ids, dtype=INT32, shape=shape, on_device=self.backend.on_device)
         self._drop()
-        routing = route(
+        self._batch = plan(
             ids,
             token_to_slot,
             num_experts=self.experts,
             max_loras=self.max_loras,
+            tile_rows=lists.segments.tile_rows,
             start_expert=self.start_expert,
             row_order=self.row_order,
-            out=lists.routing,
+            out=(lists.routing, lists.segments),
             workspace=self._scratch,
             status=self.backend.status,
         )
-        self._cut(routing, token_to_slot, lists.segments)
 
     def adopt(self, routing: Routing, token_to_slot: Array) -> None:
         """Take another stack's row order, sorted by expert at least, instead of making one.
@@ -183,16 +189,8 @@ class BatchPlan:
             raise ArgumentError(
                 f"routing.num_tokens is {routing.num_tokens}; token_to_slot has {tokens}"
             )
-        lists = self._of(tokens)
+        segments = self._of(tokens).segments
         self._drop()
-        self._cut(routing, token_to_slot, lists.segments)
-
-    def _drop(self) -> None:
-        """No batch, until the lists that are written from here on are complete."""
-        self._batch, self._why_empty = None, _FAILED
-
-    def _cut(self, routing: Routing, token_to_slot: Array, segments: Segments) -> None:
-        """Make the segments; only then do they and ``routing`` become the plan's batch."""
         made = build_segments(
             routing,
             token_to_slot,
@@ -204,6 +202,10 @@ class BatchPlan:
             status=self.backend.status,
         )
         self._batch = (routing, made)
+
+    def _drop(self) -> None:
+        """No batch, until the lists that are written from here on are complete."""
+        self._batch, self._why_empty = None, _FAILED
 
     def _check_slots(self, token_to_slot: Array) -> int:
         on_device = self.backend.on_device
@@ -218,8 +220,8 @@ class BatchPlan:
     def _make_scratch(self, rows: int) -> Array | None:
         if not self.backend.on_device:
             return None
-        sort = route_workspace_bytes(rows, self.experts, self.max_loras)
-        return self.backend.empty(max(sort, segments_workspace_bytes(rows)), np.dtype(np.uint8))
+        size = plan_workspace_bytes(rows, self.experts, self.max_loras)
+        return self.backend.empty(size, np.dtype(np.uint8))
 
     def _segment_room(self, rows: int) -> int:
         if self.any_order:
@@ -235,7 +237,9 @@ class BatchPlan:
     def _views(self, tokens: int) -> _Lists:
         rows = tokens * self.top_k
         room = self._segment_room(rows)
-        tile_rows = choose_tile_rows(rows, self.experts)
+        tile_rows = choose_tile_rows(
+            rows, self.experts, max_active=self.max_active, max_rank=self.max_rank
+        )
         routing = Routing(
             self._row_to_pair[:rows],
             self._pair_to_row[:rows],

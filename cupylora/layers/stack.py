@@ -97,7 +97,12 @@ class LayerStack:
         if not lora_only:
             require_base_room(model, self.dtype, backend)
         self.workspace = Workspace(backend, self._needs())
-        self.dense_plan = BatchPlan(backend, max_tokens=max_tokens, max_loras=max_loras)
+        self.dense_plan = BatchPlan(
+            backend,
+            max_tokens=max_tokens,
+            max_loras=max_loras,
+            max_rank=table.limits.max_rank,
+        )
         layers = range(model.layers)
         self.dense = [tuple(self._dense_layers(layer)) for layer in layers]
         self.moe: list[MoeLora] = []
@@ -109,6 +114,7 @@ class LayerStack:
                 max_loras=max_loras,
                 experts=model.moe.experts,
                 top_k=model.moe.top_k,
+                max_rank=table.limits.max_rank,
             )
             self.moe = [MoeLora.of_table(table, layer, self.workspace) for layer in layers]
             if not lora_only:

@@ -12,8 +12,11 @@ from cupylora.ops.expert_problems import expert_problems
 from cupylora.ops.fill_uniform import fill_uniform
 from cupylora.ops.finalize import finalize
 from cupylora.ops.grouped_gemm import grouped_gemm
+from cupylora.ops.lora_activation import lora_activation
 from cupylora.ops.lora_delta import LoraSlice, lora_delta, lora_workspace_bytes
+from cupylora.ops.lora_finalize import lora_finalize
 from cupylora.ops.permute_rows import permute_rows
+from cupylora.ops.plan import plan, plan_workspace_bytes
 from cupylora.ops.pointer_expand import pointer_expand
 from cupylora.ops.requests_to_tokens import requests_to_tokens
 from cupylora.ops.route import route, route_workspace_bytes
@@ -30,9 +33,13 @@ __all__ = [
     "fill_uniform",
     "finalize",
     "grouped_gemm",
+    "lora_activation",
     "lora_delta",
+    "lora_finalize",
     "lora_workspace_bytes",
     "permute_rows",
+    "plan",
+    "plan_workspace_bytes",
     "pointer_expand",
     "requests_to_tokens",
     "route",

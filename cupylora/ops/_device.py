@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from cupylora.checks import check_array, is_on_device
-from cupylora.compiler.kernel import Kernel, Launch
+from cupylora.compiler.kernel import Dim3, Kernel, Launch
 from cupylora.compiler.loader import load_kernel
 from cupylora.dtypes import dtype_name
 from cupylora.errors import ArgumentError, CapacityError
@@ -23,20 +23,26 @@ from cupylora.worklists import Array, GemmProblems, Routing
 
 __all__ = [
     "GEMM_PROBLEMS",
+    "active_clusters",
     "address",
     "blocks_for",
     "check_aligned",
     "device_op",
     "enqueue",
+    "is_hopper",
     "kernel_dtype",
     "output",
     "pack_problems",
     "resident_blocks",
     "route_arguments",
+    "shared_limit",
     "status_pointer",
     "vector_aligned",
     "workspace",
 ]
+
+_HOPPER = 9
+"""Major compute capability that the one-node kernels are built for."""
 
 _FIRST_DEPENDENT_LAUNCH = 90
 """Compute capability from which a kernel may wait for its predecessor itself."""
@@ -129,8 +135,9 @@ def _launch(
     kernel: str,
     types: tuple[str, ...],
     dependent: bool,
+    cluster: Dim3 | None,
 ) -> Launch:
-    return load_kernel(program, kernel).prepare(types, pdl=dependent)
+    return load_kernel(program, kernel).prepare(types, cluster=cluster, pdl=dependent)
 
 
 @functools.cache
@@ -150,17 +157,19 @@ def enqueue(
     smem: int = 0,
     *,
     dependent: bool = False,
+    cluster: Dim3 | None = None,
 ) -> None:
     """Launch a kernel on CuPy's current stream of the current device.
 
     dependent: the kernel waits for the work before it itself, so that it may start early (where the
     device can: programmatic dependent launch).
+    cluster: blocks per cluster in x, y, z (compute capability 9.0 on); the grid is a multiple.
     """
     import cupy
 
     device = cupy.cuda.runtime.getDevice()
     early = dependent and _has_dependent_launch(device)
-    launch = _launch(device, program, kernel, types, early)
+    launch = _launch(device, program, kernel, types, early, cluster)
     shape = (grid[0], grid[1] if len(grid) > 1 else 1, 1)
     launch(cupy.cuda.get_current_stream().ptr, shape, (threads, 1, 1), smem, args)
 
@@ -179,6 +188,54 @@ def resident_blocks(program: str, kernel: str, threads: int, smem: int = 0) -> i
     import cupy
 
     return _resident(cupy.cuda.runtime.getDevice(), program, kernel, threads, smem)
+
+
+@functools.cache
+def _active_clusters(
+    device: int,  # noqa: ARG001 - a key of the cache, as in _launch
+    program: str,
+    kernel: str,
+    threads: int,
+    smem: int,
+    size: int,
+) -> int:
+    return max(1, load_kernel(program, kernel).active_clusters(threads, smem, size))
+
+
+def active_clusters(program: str, kernel: str, threads: int, smem: int, size: int) -> int:
+    """Clusters of ``size`` blocks that the whole current device holds at a time."""
+    import cupy
+
+    device = cupy.cuda.runtime.getDevice()
+    return _active_clusters(device, program, kernel, threads, smem, size)
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability) // 10 == _HOPPER
+
+
+def is_hopper() -> bool:
+    """Whether the current device runs the Hopper kernels (clusters, bulk copies)."""
+    import cupy
+
+    return _is_hopper(cupy.cuda.runtime.getDevice())
+
+
+@functools.cache
+def _shared_limit(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+def shared_limit() -> int:
+    """Bytes of shared memory that a block may have on the current device."""
+    import cupy
+
+    return _shared_limit(cupy.cuda.runtime.getDevice())
 
 
 def blocks_for(items: int, per_block: int) -> int:

@@ -54,5 +54,5 @@ def expert_problems(
         address(result.count),
     )
     grid = (blocks_for(routing.num_experts, _THREADS),)
-    enqueue("pointers", "expert_problems", _TYPES, grid, _THREADS, args)
+    enqueue("pointers", "expert_problems", _TYPES, grid, _THREADS, args, dependent=True)
     return result

@@ -10,19 +10,18 @@ from cupylora import reference
 from cupylora.checks import FLOATS, check_array, check_choice, check_routing
 from cupylora.ops._device import (
     address,
-    blocks_for,
     device_op,
     enqueue,
     kernel_dtype,
     output,
     route_arguments,
 )
+from cupylora.ops._row_items import all_vectors, row_items
 from cupylora.worklists import Array, Routing
 
 __all__ = ["finalize"]
 
-_THREADS = 256
-_TYPES = ("ptr", "ptr", "ptr", "ptr", *("i32",) * 6, "ptr", "ptr", "ptr")
+_TYPES = ("ptr", "ptr", "ptr", "ptr", *("i32",) * 6, "ptr", "ptr", "u32", "u32", "ptr")
 
 
 @device_op(reference.finalize)
@@ -48,6 +47,9 @@ def finalize(
     if residual is not None:
         check_array("residual", residual, dtype=y.dtype, shape=(tokens, hidden), on_device=True)
     result = output("out", out, (tokens, hidden), y.dtype)
+    if result.size == 0:
+        return result
+    items = row_items(tokens, hidden, y.dtype.itemsize)
     args = (
         address(y),
         address(weights),
@@ -59,10 +61,11 @@ def finalize(
         int(y_rows == "pair"),
         address(bias),
         address(residual),
+        items.blocks,
+        items.count,
         address(result),
     )
-    if result.size:
-        grid = (tokens, blocks_for(hidden, 4 * _THREADS))
-        kernel = f"finalize_{kernel_dtype(y)}"
-        enqueue("rows", kernel, _TYPES, grid, _THREADS, args, smem=2 * top_k * 4)
+    program = "rows" if all_vectors(y, result, bias, residual) else "rows_unaligned"
+    kernel = f"finalize_{'bare' if bias is None else 'bias'}_{kernel_dtype(y)}"
+    enqueue(program, kernel, _TYPES, items.grid, items.threads, args, dependent=True)
     return result

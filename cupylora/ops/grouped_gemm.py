@@ -61,6 +61,7 @@ def grouped_gemm(
         (1,),
         1024,
         (packed, capacity, tile_m, tile_n, beta, address(tiles)),
+        dependent=True,
     )
     program, kernel, smem = "gemm_f32", "grouped_gemm_f32", 0
     if dtype != FLOAT32:
@@ -69,7 +70,7 @@ def grouped_gemm(
         smem = stages * (tile_m + _TILE_N) * _TILE_K * 2
     grid = resident_blocks(program, kernel, threads, smem)
     args = (packed, capacity, address(tiles), beta)
-    enqueue(program, kernel, _GEMM, (grid,), threads, args, smem)
+    enqueue(program, kernel, _GEMM, (grid,), threads, args, smem, dependent=True)
 
 
 def _tile(dtype: np.dtype[Any], max_m: int | None) -> tuple[int, int, int, int]:

@@ -20,7 +20,8 @@ from cupylora.worklists import (
 __all__ = ["DeviceStatus"]
 
 _MEANING = {
-    STATUS_BAD_SLOT: "token_to_slot held a slot >= max_loras; its rows ran without an adapter",
+    STATUS_BAD_SLOT: "token_to_slot or a tile held a slot >= max_loras; its rows ran without an "
+    "adapter",
     STATUS_BAD_RANK: "a slot entry held a rank below 0 or above max_rank; it ran as rank 0",
     STATUS_BAD_LAYOUT: "a slot entry held A in another layout than the caller asked for; "
     "it ran as rank 0 (SlotTable(..., a_layout=ROW_MAJOR) makes a table for general GEMMs)",
@@ -36,14 +37,21 @@ class DeviceStatus:
         import cupy
 
         self._memory = cupy.cuda.alloc_pinned_memory(4)
-        self._word = np.frombuffer(self._memory, np.int32, 1)
-        self._word[0] = 0
+        # Each fault has a byte of its own, which the device only ever sets.
+        self._flags = np.frombuffer(self._memory, np.uint8, 4)
+        self._flags[:] = 0
         self.device_pointer = int(self._memory.ptr)
 
     def check(self) -> None:
-        """Raise ArgumentError for the faults seen by finished device work, and forget them."""
-        bits = int(self._word[0])
-        if bits:
-            self._word[0] = 0
-            found = "; ".join(text for bit, text in _MEANING.items() if bits & bit)
-            raise ArgumentError(f"an earlier call's device work reports: {found}")
+        """Raise ArgumentError for the faults seen by finished device work, and forget them.
+
+        Only what is reported is forgotten: a fault that running work meets meanwhile stays for the
+        next call.
+        """
+        seen = [place for place in range(len(self._flags)) if self._flags[place]]
+        if not seen:
+            return
+        for place in seen:
+            self._flags[place] = 0
+        found = "; ".join(_MEANING[1 << 8 * place] for place in seen)
+        raise ArgumentError(f"an earlier call's device work reports: {found}")

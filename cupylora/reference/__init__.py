@@ -12,8 +12,11 @@ from cupylora.reference.expert_problems import expert_problems
 from cupylora.reference.fill_uniform import fill_uniform
 from cupylora.reference.finalize import finalize
 from cupylora.reference.grouped_gemm import grouped_gemm
+from cupylora.reference.lora_activation import lora_activation
 from cupylora.reference.lora_delta import lora_delta
+from cupylora.reference.lora_finalize import lora_finalize
 from cupylora.reference.permute_rows import permute_rows
+from cupylora.reference.plan import plan
 from cupylora.reference.pointer_expand import pointer_expand
 from cupylora.reference.requests_to_tokens import requests_to_tokens
 from cupylora.reference.route import route
@@ -27,8 +30,11 @@ __all__ = [
     "fill_uniform",
     "finalize",
     "grouped_gemm",
+    "lora_activation",
     "lora_delta",
+    "lora_finalize",
     "permute_rows",
+    "plan",
     "pointer_expand",
     "requests_to_tokens",
     "route",

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.checks import FLOATS, check_array, check_choice, check_number
+from cupylora.activations import ActivationForm, activation_form
+from cupylora.checks import FLOATS, check_array, check_choice
 from cupylora.errors import ArgumentError
 from cupylora.reference._erf import erfc
 from cupylora.reference._numeric import ieee_arithmetic, narrow, widen
@@ -19,7 +20,7 @@ from cupylora.reference._rows import valid_rows
 from cupylora.shapes import ActivationKind, GateUpLayout
 from cupylora.worklists import Array, Routing
 
-__all__ = ["activation"]
+__all__ = ["activated", "activation"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -50,48 +51,39 @@ def activation(
 
     Raises ArgumentError naming an argument that does not fit.
     """
-    check_choice("kind", kind, ("silu", "gelu", "relu2", "swiglu_oai"))
-    check_choice("layout", layout, ("gate_first", "up_first", "interleaved"))
+    form = activation_form(kind, gated, layout, alpha, limit)
     check_choice("rows", rows, ("pair", "row"))
-    alpha, limit = check_number("alpha", alpha), check_number("limit", limit)
-    if kind == "swiglu_oai" and not gated:
-        raise ArgumentError("kind 'swiglu_oai' is a gated activation; gated=True is needed")
     valid = None if routing is None else valid_rows(routing)
     length = None if routing is None else routing.num_rows
     check_array("x", x, dtype=FLOATS, shape=(length, None), on_device=False)
     width = x.shape[1]
-    if gated and width % 2:
-        raise ArgumentError(f"x has {width} columns; gate and up need an even number")
+    hidden = form.hidden("x", width)
     if bias is not None:
         if routing is None:
             raise ArgumentError("bias is given without routing, which tells each row's expert")
         shape = (routing.num_experts, width)
         check_array("bias", bias, dtype=x.dtype, shape=shape, on_device=False)
-    result = output_array("out", out, (len(x), width // 2 if gated else width), x.dtype)
+    result = output_array("out", out, (len(x), hidden), x.dtype)
 
     index = slice(None) if valid is None else valid.index(rows)
     with ieee_arithmetic():
         values = widen(x[index])
         if bias is not None and valid is not None:
             values += widen(bias)[valid.expert]
-        if not gated:
-            values = _activate(values, kind)
-        else:
-            gate, up = _split(values, layout)
-            if kind == "swiglu_oai":
-                values = _clamped(gate, up, np.float32(alpha), np.float32(limit))
-            else:
-                values = _activate(gate, kind) * up
-        result[index] = narrow(values, x.dtype)
+        result[index] = narrow(activated(values, form), x.dtype)
     return result
 
 
-def _split(x: Float32, layout: GateUpLayout) -> tuple[Float32, Float32]:
-    if layout == "interleaved":
-        return x[:, 0::2], x[:, 1::2]
-    half = x.shape[1] // 2
-    first, second = x[:, :half], x[:, half:]
-    return (first, second) if layout == "gate_first" else (second, first)
+def activated(values: Float32, form: ActivationForm) -> Float32:
+    """The activation of float32 rows [N, width], not rounded: [N, I]."""
+    parts = [values[:, c] for c in form.columns(form.hidden("values", values.shape[1]))]
+    if not form.gated:
+        return _activate(parts[0], form.kind)
+    gate, up = parts
+    if form.kind == "swiglu_oai":
+        return _clamped(gate, up, np.float32(form.alpha), np.float32(form.limit))
+    product: Float32 = _activate(gate, form.kind) * up
+    return product
 
 
 def _sigmoid(x: Float32) -> Float32:

@@ -19,8 +19,16 @@ from cupylora.checks import (
 from cupylora.errors import CapacityError
 from cupylora.outputs import segments_output
 from cupylora.reference._output import checked_slots, output_array
-from cupylora.reference._rows import valid_rows
-from cupylora.worklists import Array, Routing, Segments, tile_capacity
+from cupylora.reference._rows import ValidRows, valid_rows
+from cupylora.worklists import (
+    STATUS_CAPACITY,
+    TILE_INTS,
+    TILE_PAIRS,
+    Array,
+    Routing,
+    Segments,
+    tile_capacity,
+)
 
 __all__ = ["build_segments"]
 
@@ -39,15 +47,16 @@ def build_segments(
     """Cut the valid rows into maximal runs of one (expert, slot), those of an adapter into tiles.
 
     token_to_slot: int32 [T], the slots the routing's tokens have.
-    tile_rows: rows of a full tile, a one of 8, 16 and 32.
+    tile_rows: rows of a full tile, one of 8, 16, 32 and 64.
     max_segments: room of the list, by default one per row, which any order fits; rows sorted by
     ``route`` need no more than ``segment_capacity``.
     workspace: scratch for the device (see the op's ``*_workspace_bytes``); unused here.
     out: a Segments of that room to write into; what lies past the counts is left as it was.
 
-    Raises CapacityError for more segments than ``max_segments``, ArgumentError for a slot >=
-    max_loras; with ``status`` (int32 [1]) the latter sets STATUS_BAD_SLOT instead and the token
-    counts as one of no adapter.
+    Raises ArgumentError for a slot >= max_loras and CapacityError for more segments than
+    ``max_segments``. With ``status`` (int32 [1]) the first sets STATUS_BAD_SLOT instead and the
+    token counts as one of no adapter; the second sets STATUS_CAPACITY, and both lists end where
+    their room does (the last segment where the next one would have begun).
     """
     max_loras = check_max_loras(max_loras)
     tile_rows = check_tile_rows(tile_rows)
@@ -66,17 +75,19 @@ def build_segments(
     slots = checked_slots(token_to_slot, max_loras, status)[rows.token]
     starts = _run_starts(rows.expert, slots)
     if len(starts) > room:
-        raise CapacityError(
-            f"the rows form {len(starts)} segments, but there is room for {room}; raise "
-            "max_segments (one per row fits any order)"
-        )
-    count = len(starts)
+        if status is None:
+            raise CapacityError(
+                f"the rows form {len(starts)} segments, but there is room for {room}; raise "
+                "max_segments (one per row fits any order)"
+            )
+        status[0] |= STATUS_CAPACITY
+    bounds = np.append(starts, len(rows))
+    count = min(len(starts), room)
     result.count[0] = count
-    result.start[:count] = starts
-    result.start[count] = len(rows)
-    result.expert[:count] = rows.expert[starts]
-    result.slot[:count] = slots[starts]
-    tiles = _tiles(result, count)
+    result.start[: count + 1] = bounds[: count + 1]
+    result.expert[:count] = rows.expert[starts[:count]]
+    result.slot[:count] = slots[starts[:count]]
+    tiles = _tiles(rows, slots, bounds, tile_rows)[:tile_room]
     result.tiles[: len(tiles)] = tiles
     result.tile_count[0] = len(tiles)
     return result
@@ -90,14 +101,25 @@ def _run_starts(
     return np.flatnonzero(first)
 
 
-def _tiles(segments: Segments, count: int) -> npt.NDArray[np.int32]:
-    """Tiles [n, 4] of the ``count`` segments: (first row, rows, expert, slot) in row order."""
-    mine = np.flatnonzero(segments.slot[:count] >= 0)
-    start, stop = segments.start[mine].astype(np.int64), segments.start[mine + 1].astype(np.int64)
-    per_segment = -(-(stop - start) // segments.tile_rows)
-    owner = np.repeat(np.arange(len(mine)), per_segment)
+def _tiles(
+    rows: ValidRows,
+    slots: npt.NDArray[np.int64],
+    bounds: npt.NDArray[np.int64],
+    tile_rows: int,
+) -> npt.NDArray[np.int32]:
+    """Records [n, TILE_INTS] of the segments' tiles; ``bounds``: their first rows, and the end."""
+    start, stop = bounds[:-1], bounds[1:]
+    mine = slots[start] >= 0
+    start, stop = start[mine], stop[mine]
+    per_segment = -(-(stop - start) // tile_rows)
+    owner = np.repeat(np.arange(len(start)), per_segment)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(per_segment) - per_segment, per_segment)
-    first = start[owner] + place * segments.tile_rows
-    rows = np.minimum(stop[owner] - first, segments.tile_rows)
-    columns = (first, rows, segments.expert[mine][owner], segments.slot[mine][owner])
-    return np.stack(columns, axis=1).astype(np.int32)
+    first = start[owner] + place * tile_rows
+    held = np.minimum(stop[owner] - first, tile_rows)
+    records = np.zeros((len(first), TILE_INTS), np.int32)
+    records[:, :4] = np.stack((first, held, rows.expert[first], slots[first]), axis=1)
+    offsets = np.arange(TILE_PAIRS)
+    row = np.minimum(first[:, None] + offsets, max(0, len(rows) - 1))
+    pairs = rows.pair[row] if len(rows) else row
+    records[:, 4 : 4 + TILE_PAIRS] = np.where(offsets < held[:, None], pairs, -1)
+    return records

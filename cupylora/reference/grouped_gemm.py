@@ -19,6 +19,8 @@ from cupylora.worklists import Array, GemmProblems
 
 __all__ = ["grouped_gemm"]
 
+Float32 = npt.NDArray[np.float32]
+
 
 def grouped_gemm(
     problems: GemmProblems,
@@ -32,8 +34,9 @@ def grouped_gemm(
     """``D = beta·D + alpha · A[m, k] · B[n, k]ᵀ`` for the first ``count`` problems, float32 sums.
 
     dtype: type of A and B, "bfloat16", "float16" or "float32"; out_dtype: of D, by default as they.
-    beta: 0 (D is written, never read) or 1. Where k = 0, D [m, n] becomes zeros with beta 0 and is
-    left alone with beta 1; where m or n = 0 there is no D.
+    beta: 0 (D is written, never read) or 1 (alpha times the sum, plus D, is one operation, rounded
+    to float32 once). Where k = 0, D [m, n] becomes zeros with beta 0 and is left alone with beta 1;
+    where m or n = 0 there is no D.
     max_m: the largest m to expect, a hint that the reference does not need.
     tile_start: int32 [P+1] of workspace for the device; the reference has no use for it.
     Addresses are host addresses, aligned to their element at least.
@@ -68,10 +71,16 @@ def _multiply(
     a = matrix_at(int(problems.a[p]), m, k, int(problems.lda[p]), dtype)
     b = matrix_at(int(problems.b[p]), n, k, int(problems.ldb[p]), dtype)
     product = matmul_rows(widen(a), widen(b))
-    product *= problems.alpha[p]
-    if beta:
-        product += widen(d)
-    d[:] = narrow(product, out_dtype)
+    alpha = problems.alpha[p]
+    total = _multiply_add(alpha, product, widen(d)) if beta else alpha * product
+    d[:] = narrow(total, out_dtype)
+
+
+def _multiply_add(alpha: np.float32, product: Float32, addend: Float32) -> Float32:
+    """``alpha · product + addend`` with the product not rounded, as a fused operation has it."""
+    wide = np.float64(alpha) * product.astype(np.float64)
+    wide += addend
+    return wide.astype(np.float32)
 
 
 def _check_problems(problems: GemmProblems, count: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,9 @@ def lora_delta(
     y_rows: RowIndex = "pair",
     workspace: Any = None,
     status: Array | None = None,
+    kernel: Literal["auto", "pair", "cluster", "ring"] = "auto",
+    max_active: int | None = None,
+    plan_settled: bool = False,
 ) -> None:
     """``y[row, columns of slice] += scale · (x[row] Aᵀ) Bᵀ`` for every row of every tile.
 
@@ -66,7 +69,13 @@ def lora_delta(
     and rows whose slot has rank 0 for a slice, keep their bits there.
     entries: uint8 [len(slices), max_loras, 48], row i the slot-table row of slice i; A row-major or
     packed. A factor lies at its base + (local expert + start_expert) · stride.
-    workspace: for the device; the reference has no use for it.
+    workspace: for the device; the reference has no use for it, nor for the next three.
+    kernel: "pair" (two launches; any device, dtype and alignment), "cluster" or "ring" asks for one
+    of the kernels, which all give the same bits; "auto" chooses by sizes.
+    max_active: most distinct adapters that the batch can hold, if known: it guides the choice of
+    the kernel and the size of the launch, and a wrong value costs time only.
+    plan_settled: ``segments`` and ``routing`` were complete on the device before the work directly
+    ahead in the stream began, so that the kernel may read them while that still runs.
 
     The product is float32 throughout and y is rounded once. Raises ArgumentError, before y is
     touched, naming an argument that does not fit or an entry in use whose rank is below 0 or above
@@ -77,6 +86,9 @@ def lora_delta(
     max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
     check_choice("x_rows", x_rows, ("token", "pair", "row"))
     check_choice("y_rows", y_rows, ("pair", "row"))
+    check_choice("kernel", kernel, ("auto", "pair", "cluster", "ring"))
+    if max_active is not None:
+        check_int("max_active", max_active, 0)
     check_status(status, on_device=False)
     check_segments(segments, on_device=False)
     rows = valid_rows(routing)
@@ -118,7 +130,7 @@ class _Run:
 def _merge_tiles(segments: Segments, num_rows: int, num_experts: int, max_loras: int) -> list[_Run]:
     count = check_int("segments.tile_count[0]", segments.tile_count[0], 0, len(segments.tiles))
     tiles = segments.tiles[:count].astype(np.int64)
-    first, rows, expert, slot = tiles.T
+    first, rows, expert, slot = tiles[:, :4].T
     for name, bad in (
         ("row range", (first < 0) | (rows < 0) | (first + rows > num_rows)),
         ("expert", (expert < 0) | (expert >= num_experts)),
@@ -127,12 +139,12 @@ def _merge_tiles(segments: Segments, num_rows: int, num_experts: int, max_loras:
         if bad.any():
             tile = int(np.argmax(bad))
             raise ArgumentError(
-                f"segments.tiles[{tile}] is {tiles[tile].tolist()}: its {name} does not fit "
+                f"segments.tiles[{tile}] is {tiles[tile, :4].tolist()}: its {name} does not fit "
                 f"{num_rows} rows, {num_experts} experts and {max_loras} slots"
             )
     if count == 0:
         return []
-    joins = (first[1:] == (first + rows)[:-1]) & (tiles[1:, 2:] == tiles[:-1, 2:]).all(axis=1)
+    joins = (first[1:] == (first + rows)[:-1]) & (tiles[1:, 2:4] == tiles[:-1, 2:4]).all(axis=1)
     starts = np.flatnonzero(np.concatenate(([True], ~joins)))
     ends = np.append(starts[1:], count) - 1
     return [

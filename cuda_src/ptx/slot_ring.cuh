@@ -1,0 +1,156 @@
+// A ring of shared-memory slots between warps that fill them with cp.async and warps that use what
+// is in them, from sm_80 on. Each slot has two mbarriers: `full`, on which every lane that fills
+// arrives once its copies have come, and `empty`, on which every warp that uses the slot arrives.
+//
+// Every party walks the slots in the same order and has a SlotRing of its own.
+#pragma once
+#include "ptx/memory.cuh"
+
+__device__ __forceinline__ void slot_barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void slot_barrier_arrive(u32 barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 state;\n"
+      "mbarrier.arrive.shared.b64 state, [%0];\n"
+      "}\n" ::"r"(barrier)
+      : "memory");
+}
+// Arrives once all earlier cp.async of this thread are complete.
+__device__ __forceinline__ void slot_barrier_arrive_async(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void slot_barrier_wait(u32 barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// One party's place in the ring.
+struct SlotRing {
+  u32 barriers;  // shared address: `slots` full barriers, then `slots` empty ones
+  u32 data;      // shared address of the first slot
+  u32 slot_bytes;
+  i32 slots;
+  i32 at = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ SlotRing(u32 barriers, u32 data, u32 slot_bytes, i32 slots)
+      : barriers(barriers), data(data), slot_bytes(slot_bytes), slots(slots) {}
+
+  // By one thread, ahead of a CTA barrier.
+  __device__ __forceinline__ void init(u32 filling_lanes, u32 using_warps) const {
+    for (i32 i = 0; i < slots; ++i) {
+      slot_barrier_init(barriers + 8 * i, filling_lanes);
+      slot_barrier_init(barriers + 8 * (slots + i), using_warps);
+    }
+  }
+  __device__ __forceinline__ u32 full() const { return barriers + 8 * at; }
+  __device__ __forceinline__ u32 empty() const { return barriers + 8 * (slots + at); }
+  __device__ __forceinline__ u32 address() const { return data + at * slot_bytes; }
+  __device__ __forceinline__ void advance() {
+    if (++at == slots) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+
+  // The party that fills: returns the slot's address once it is free (at first it is).
+  __device__ __forceinline__ u32 acquire() const {
+    slot_barrier_wait(empty(), parity ^ 1);
+    return address();
+  }
+  // Hands the slot on when this lane's copies have come; `stored`: it was filled by plain stores.
+  __device__ __forceinline__ void commit(bool stored) {
+    if (stored) {
+      slot_barrier_arrive(full());
+    } else {
+      slot_barrier_arrive_async(full());
+    }
+    advance();
+  }
+
+  // The party that uses: returns the slot's address once it is filled.
+  __device__ __forceinline__ u32 wait() const {
+    slot_barrier_wait(full(), parity);
+    return address();
+  }
+  // By a whole warp that is done with the slot.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) slot_barrier_arrive(empty());
+    advance();
+  }
+};
+
+__device__ __forceinline__ uint4 load16_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint2 load8_shared(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store16_shared(u32 address, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// A 16-byte copy (of `bytes`, 0 or 16, the rest zeros), if `valid`, of a row that is read on: the
+// L2 fetches 256 bytes.
+__device__ __forceinline__ void copy16_async_ahead_if(u32 shared, const void* global, int bytes,
+                                                      bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "@p cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(static_cast<u32>(valid)));
+}
+
+// What is streamed through once leaves the L2 first.
+__device__ __forceinline__ u64 evict_first_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy16_async_if(u32 shared, const void* global, bool valid,
+                                                u64 policy) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %3;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(static_cast<u32>(valid)), "l"(policy));
+}
+__device__ __forceinline__ void store16_streaming(void* global, const uint4& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(global), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}

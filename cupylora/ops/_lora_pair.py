@@ -1,0 +1,391 @@
+"""The two-node pair: shrink (h = x Aᵀ into a workspace), then expand (y += scale · h Bᵀ).
+
+The portable path: every architecture, rank, width and alignment. In: checked :class:`LoraInputs`.
+Out: launches of lora/shrink.cu and lora/expand.cu, of their ``_stream`` forms for large batches, or
+of lora/delta_f32.cu for float32. All forms give a row the same bits. Other ops take the first half
+alone (``shrink_into``) and read h by its :class:`HiddenLayout`.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupylora.checks import INT32_MAX, check_int
+from cupylora.dtypes import FLOAT32, dtype_name, resolve_dtype
+from cupylora.ops._device import (
+    address,
+    enqueue,
+    resident_blocks,
+    vector_aligned,
+)
+from cupylora.ops._device import workspace as scratch
+from cupylora.ops._lora_call import (
+    LISTS,
+    MAX_SLICES,
+    ROW_INDEX,
+    SLICE_COLUMNS,
+    LoraInputs,
+    pack_slices,
+    vector_columns,
+)
+from cupylora.ops._lora_choice import k_ranges
+from cupylora.reference._rows import RowIndex
+from cupylora.shapes import MAX_RANK
+from cupylora.worklists import Array, LoraSlice
+
+__all__ = [
+    "HiddenLayout",
+    "expand_from",
+    "hidden_layout",
+    "lora_workspace_bytes",
+    "run_pair",
+    "shrink_into",
+]
+
+_STREAM_ROWS = 512
+"""Rows from which on the kernels are bound by the memory's rate, not by latency."""
+
+_STREAM_RANK = 64
+_STREAM_TILE = 64
+_STREAM_SPLITS = 4
+_STREAM_ITEMS = 128
+"""K is split over CTAs while a call has fewer shrink items than about one an SM."""
+
+_STREAM_RANGES = 2
+"""Ranges of K that such a split keeps at least."""
+
+_ITEMS = 512
+_MOST_SPLITS = 16
+_SPLIT_ROWS = max(_STREAM_ITEMS * _STREAM_TILE, _ITEMS * 8)
+"""Bound of rows · splits · rank groups where K is split."""
+
+_RANK_TILE = 16
+_ITEM_LIMIT = 2**31
+_THREADS = 128
+_WARPS = 4
+_PART_ROWS = 16
+
+_SHRINK_SLOTS = 12
+_X_BYTES = 8192
+_SLOT_RANK_BYTES = 2048
+"""Bytes of 64 rows of x and of a rank tile of A in a chunk of K."""
+
+_LEVEL_BYTES = 4096
+"""Bytes of a level of the K tree for the sums of 64 rows of a rank tile."""
+
+_FEWEST_SLOTS = 3
+
+_EXPAND_SLOTS = 4
+_Y_BYTES = 16384
+_RUN_COLUMNS = 128
+_STREAM_THREADS = 192
+
+_COLUMNS = 64
+_MOST_GROUPS = 4
+_TARGET_GROUPS = 6144
+_F32_COLUMNS = 128
+_F32_ROWS = 32
+
+_SHRINK_ARGS = struct.Struct("@QqQQQQQqQ16i")
+_EXPAND_ARGS = struct.Struct("@QqQqQQQQQ16i")
+_SHRINK = (f"bytes{_SHRINK_ARGS.size}",)
+_EXPAND = (f"bytes{_EXPAND_ARGS.size + 136}",)
+_SHRINK_F32 = ("ptr", "i64", "i32", *LISTS, "i32", "i32", "ptr", "ptr")
+_EXPAND_F32 = ("ptr", "ptr", "i64", "i32", *LISTS, "i32", SLICE_COLUMNS, "i32", "ptr")
+
+
+@dataclass(frozen=True)
+class HiddenLayout:
+    """Where h lies: float32 [splits, rows, slices, rank_pitch], by sorted row.
+
+    It follows from sizes alone, never from the batch's content. h of a row is the sum of its splits
+    (a power of two of them) as a binary tree, neighbours first; ranks from the adapter's own on are
+    not written.
+    """
+
+    rows: int
+    slices: int
+    rank_pitch: int
+    splits: int
+
+    @property
+    def split_stride(self) -> int:
+        """Elements from one split to the next."""
+        return self.rows * self.slices * self.rank_pitch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the workspace; at least 4."""
+        return max(1, self.splits * self.split_stride) * 4
+
+
+def hidden_layout(
+    rows: int,
+    slices: int,
+    in_features: int,
+    max_rank: int,
+    dtype: np.dtype[Any],
+    *,
+    experts: int = 1,
+) -> HiddenLayout:
+    """The layout for R ``rows`` of a call over ``slices`` modules.
+
+    experts: those that the rows fall on, which make more and smaller row tiles; a hint.
+    """
+    if dtype == FLOAT32:
+        return HiddenLayout(rows, slices, max_rank, 1)
+    groups = _rank_groups(slices, max_rank)
+    pitch = -(-max_rank // _RANK_TILE) * _RANK_TILE
+    ranges = k_ranges(in_features)
+    if rows >= _STREAM_ROWS:
+        tiles = max(-(-rows // _STREAM_TILE), min(rows, experts))
+        most = min(_STREAM_SPLITS, ranges // _STREAM_RANGES, _STREAM_ITEMS // (tiles * groups))
+    else:
+        tiles = max(1, -(-rows // 8), min(rows, experts))
+        most = min(ranges, _ITEMS // (tiles * groups))
+    return HiddenLayout(rows, slices, pitch, 1 << (max(1, most).bit_length() - 1))
+
+
+def _group_tiles(slices: int, max_rank: int) -> int:
+    """16-rank tiles, of any slices, that a shrink CTA takes together."""
+    together = slices * -(-max_rank // _RANK_TILE)
+    return 1 if together == 1 else 2 if together == 2 else 4
+
+
+def _rank_groups(slices: int, max_rank: int) -> int:
+    together = slices * -(-max_rank // _RANK_TILE)
+    return -(-together // _group_tiles(slices, max_rank))
+
+
+def lora_workspace_bytes(
+    num_rows: int, slices: int, in_features: int, max_rank: int, dtype: Any
+) -> int:
+    """Bytes of the workspace that ``lora_delta`` takes for any R up to ``num_rows`` rows."""
+    num_rows = check_int("num_rows", num_rows, 0)
+    slices = check_int("slices", slices, 1, MAX_SLICES)
+    in_features = check_int("in_features", in_features, 1, INT32_MAX)
+    max_rank = check_int("max_rank", max_rank, 1, MAX_RANK)
+    dtype = resolve_dtype(dtype)
+    whole = hidden_layout(num_rows, slices, in_features, max_rank, dtype)
+    if dtype == FLOAT32:
+        return whole.nbytes
+    # A smaller batch keeps more splits of K apart, and so may need more.
+    split = min(_MOST_SPLITS * num_rows, _SPLIT_ROWS // _rank_groups(slices, max_rank))
+    return max(1, max(num_rows, split) * slices * whole.rank_pitch) * 4
+
+
+def run_pair(
+    inputs: LoraInputs, y: Array, slices: Sequence[LoraSlice], y_rows: RowIndex, workspace: Any
+) -> None:
+    """Shrink and expand; ``workspace`` is a uint8 device array, or None for one of its own."""
+    layout = hidden_layout(
+        inputs.routing.num_rows,
+        inputs.slices,
+        inputs.in_features,
+        inputs.max_rank,
+        inputs.x.dtype,
+        experts=inputs.routing.num_experts,
+    )
+    h = scratch(workspace, layout.nbytes, "lora_workspace_bytes")
+    if layout.rows == 0:
+        return
+    shrink_into(inputs, address(h), layout)
+    expand_from(inputs, address(h), layout, y, slices, y_rows)
+
+
+def shrink_into(inputs: LoraInputs, h: int, layout: HiddenLayout) -> None:
+    """Enqueue h[split, row, slice, rank] for every row of every tile, at device address ``h``."""
+    if inputs.x.dtype == FLOAT32:
+        _shrink_f32(inputs, h)
+        return
+    tiles = _group_tiles(layout.slices, inputs.max_rank)
+    items = inputs.tiles * _rank_groups(layout.slices, inputs.max_rank) * layout.splits
+    dtype = dtype_name(inputs.x.dtype)
+    if layout.rows >= _STREAM_ROWS and items < _ITEM_LIMIT:
+        program, kernel = f"lora_shrink_stream_{dtype}", str(tiles)
+        slots, smem = _shrink_ring(tiles, k_ranges(inputs.in_features) // layout.splits)
+        threads, parts = _STREAM_THREADS, 1
+    else:
+        part_rows = min(_PART_ROWS, inputs.segments.tile_rows)
+        program, kernel = f"lora_shrink_{dtype}", f"{tiles}_{part_rows}"
+        slots, smem, threads = 0, 0, _THREADS
+        parts = inputs.segments.tile_rows // part_rows
+    args = _pack_shrink(inputs, h, layout, parts, slots)
+    grid = (min(items * parts, resident_blocks(program, kernel, threads, smem)),)
+    enqueue(program, kernel, _SHRINK, grid, threads, (args,), smem, dependent=True)
+
+
+def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, slots: int) -> bytes:
+    """ShrinkArgs of lora/shrink.cuh."""
+    row_to_pair, top_k, tokens, k_major, tiles, tile_count, entries, *sizes = inputs.lists
+    return _SHRINK_ARGS.pack(
+        address(inputs.x),
+        inputs.in_features * inputs.x.dtype.itemsize,
+        row_to_pair,
+        tiles,
+        tile_count,
+        entries,
+        h,
+        layout.split_stride,
+        inputs.status,
+        ROW_INDEX[inputs.x_rows],
+        top_k,
+        tokens,
+        k_major,
+        *sizes,
+        inputs.in_features,
+        inputs.max_rank,
+        layout.rank_pitch,
+        _rank_groups(layout.slices, inputs.max_rank),
+        layout.splits,
+        parts,
+        slots,
+        int(vector_aligned(inputs.x)),
+        int(inputs.plan_settled),
+    )
+
+
+def _shrink_ring(tiles: int, ranges: int) -> tuple[int, int]:
+    """Slots of the shrink's ring, and bytes of shared memory with the sums of the K tree."""
+    levels = ranges.bit_length() - 1
+    sums = levels * tiles * _LEVEL_BYTES
+    slot = _X_BYTES + tiles * _SLOT_RANK_BYTES
+    slots = _ring_slots(slot, sums, _SHRINK_SLOTS)
+    return slots, slots * slot + sums
+
+
+def _ring_slots(slot: int, fixed: int, most: int) -> int:
+    """Slots that leave room for two blocks on an SM, or for one where that would be too few."""
+    per_block, per_sm = shared_memory()
+    fits = 1
+    for blocks in (2, 1):
+        room = min(per_block - 1024, per_sm // blocks - 2048)
+        fits = max(1, min(most, (room - fixed) // slot))
+        if fits >= _FEWEST_SLOTS:
+            break
+    return fits
+
+
+def shared_memory() -> tuple[int, int]:
+    """Bytes of shared memory that a block can have, and that an SM has, on the current device."""
+    import cupy
+
+    return _shared_memory(cupy.cuda.runtime.getDevice())
+
+
+@functools.cache
+def _shared_memory(device: int) -> tuple[int, int]:
+    import cupy
+
+    attributes = cupy.cuda.Device(device).attributes
+    return (
+        int(attributes["MaxSharedMemoryPerBlockOptin"]),
+        int(attributes["MaxSharedMemoryPerMultiprocessor"]),
+    )
+
+
+def expand_from(
+    inputs: LoraInputs,
+    h: int,
+    layout: HiddenLayout,
+    y: Array,
+    slices: Sequence[LoraSlice],
+    y_rows: RowIndex,
+) -> None:
+    """Enqueue the update of y from the h that ``shrink_into`` left, directly behind it."""
+    if y.dtype == FLOAT32:
+        _expand_f32(inputs, h, y, slices, y_rows)
+        return
+    dtype = dtype_name(y.dtype)
+    _, blocks = pack_slices(slices, _RUN_COLUMNS)
+    streams = layout.rows >= _STREAM_ROWS and inputs.tiles * blocks < _ITEM_LIMIT
+    if streams and inputs.max_rank <= _STREAM_RANK and layout.splits <= _STREAM_SPLITS:
+        steps = 1 if inputs.max_rank <= 16 else 2 if inputs.max_rank <= 32 else 4
+        program, kernel = f"lora_expand_stream_{dtype}", str(steps)
+        b_bytes = 8192 * max(1, steps // 2)
+        slots = _ring_slots(_Y_BYTES + b_bytes, 0, _EXPAND_SLOTS)
+        smem, threads, per_block = slots * (_Y_BYTES + b_bytes), _STREAM_THREADS, 1
+        parts, columns = 1, _RUN_COLUMNS
+    else:
+        part_rows = min(_PART_ROWS, inputs.segments.tile_rows)
+        program, kernel = f"lora_expand_{dtype}", str(part_rows)
+        slots, b_bytes, smem, threads, per_block = 0, 0, 0, _THREADS, _WARPS
+        parts, columns = inputs.segments.tile_rows // part_rows, _block_columns(layout.rows, slices)
+    packed, blocks = pack_slices(slices, columns)
+    row_to_pair, top_k, tokens, k_major, tiles, tile_count, entries, *sizes = inputs.lists
+    args = _EXPAND_ARGS.pack(
+        h,
+        layout.split_stride,
+        address(y),
+        y.shape[1],
+        row_to_pair,
+        tiles,
+        tile_count,
+        entries,
+        inputs.status,
+        ROW_INDEX[y_rows],
+        top_k,
+        tokens,
+        k_major,
+        *sizes,
+        inputs.max_rank,
+        layout.rank_pitch,
+        layout.splits,
+        parts,
+        columns,
+        slots,
+        b_bytes,
+        int(vector_columns(y, slices)),
+        0,
+    )
+    items = -(-inputs.tiles * blocks * parts // per_block)
+    grid = (min(items, resident_blocks(program, kernel, threads, smem)),)
+    enqueue(program, kernel, _EXPAND, grid, threads, (args + packed,), smem, dependent=True)
+
+
+def _block_columns(rows: int, slices: Sequence[LoraSlice]) -> int:
+    """Columns that a warp takes at a time, reading h once for all of them: as many as leave every
+    warp of a large device something to do."""
+    groups = rows * sum(-(-part.out_features // _COLUMNS) for part in slices)
+    return _COLUMNS * max(1, min(_MOST_GROUPS, groups // _TARGET_GROUPS))
+
+
+def _shrink_f32(inputs: LoraInputs, h: int) -> None:
+    args = (
+        address(inputs.x),
+        inputs.in_features,
+        ROW_INDEX[inputs.x_rows],
+        *inputs.lists,
+        inputs.in_features,
+        inputs.max_rank,
+        h,
+        inputs.status,
+    )
+    grid = (min(inputs.tiles * inputs.slices, resident_blocks("lora_f32", "shrink", _THREADS)),)
+    enqueue("lora_f32", "shrink", _SHRINK_F32, grid, _THREADS, args)
+
+
+def _expand_f32(
+    inputs: LoraInputs, h: int, y: Array, slices: Sequence[LoraSlice], y_rows: RowIndex
+) -> None:
+    packed, blocks = pack_slices(slices, _F32_COLUMNS)
+    parts = -(-inputs.segments.tile_rows // _F32_ROWS)
+    args = (
+        h,
+        address(y),
+        y.shape[1],
+        ROW_INDEX[y_rows],
+        *inputs.lists,
+        inputs.max_rank,
+        packed,
+        parts,
+        inputs.status,
+    )
+    grid = (min(inputs.tiles * blocks * parts, resident_blocks("lora_f32", "expand", _THREADS)),)
+    enqueue("lora_f32", "expand", _EXPAND_F32, grid, _THREADS, args)
