@@ -66,6 +66,33 @@ __device__ __forceinline__ Terms split_terms(float4 v, float scale) {
   return t;
 }
 
+// The terms of token g of this lane from its ranks (h[s]: ranks 16s + 4t .. + 3), and what the
+// products of tokens 2t and 2t + 1 are scaled by.
+template <typename T, int MT>
+__device__ __forceinline__ void make_terms(const float4 (&h)[MT], float adapter_scale,
+                                           Terms (&terms)[MT], float (&scale)[2]) {
+  i32 exponent = 0;
+  if (IsFp16<T>::value) {
+    float row_max = 0.f;
+#pragma unroll
+    for (int s = 0; s < MT; ++s) row_max = fmaxf(row_max, max_abs(h[s]));
+    row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 1));
+    row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 2));
+    exponent = fp16_exponent(row_max);
+  }
+#pragma unroll
+  for (int s = 0; s < MT; ++s) terms[s] = split_terms<T>(h[s], power_of_two(exponent));
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    scale[j] = adapter_scale;
+    if (IsFp16<T>::value) {
+      // The exponent of token 2t + j lies with the lanes of g = 2t + j.
+      const i32 token = 2 * (threadIdx.x & 3) + j;
+      scale[j] *= power_of_two(-__shfl_sync(kFullMask, exponent, token * 4));
+    }
+  }
+}
+
 // One rank step of 16 columns of B (top: the product's row g, bottom: row g + 8) times h: first its
 // hi terms, then its lo ones. Apart, so that other products can stand between the two.
 template <typename T>

@@ -67,6 +67,7 @@ struct ColumnShare {
   i32 first;  // of the slice
   i32 count;  // may be 0
 
+  ColumnShare() = default;
   __device__ __forceinline__ ColumnShare(const DeltaArgs& args, const Item& item, i32 rank,
                                          i32 size) {
     const i64 start = (static_cast<i64>(item.part) * size + rank) * args.cta_columns;

@@ -313,7 +313,7 @@ struct Producer {
       copy16_async(shared_address(&shared.lists->entry[n % 2]) + lane * 16,
                    reinterpret_cast<const u8*>(entry) + lane * 16, 16);
     }
-    if (Shape::kTokens > kTilePairs && lane < tile.rows) {
+    if (Shape::kTokens > kTilePairs && lane < min_int(tile.rows, Shape::kTokens)) {
       copy4_async(shared_address(&shared.lists->pair[n % 2][lane]),
                   args.row_to_pair + tile.first_row + lane);
     }
@@ -326,10 +326,11 @@ struct Producer {
 
   __device__ __forceinline__ void item(i32 n) {
     const TileRecord& record = shared.lists->tile[n % 3];
-    const Tile tile = record.head;
+    Tile tile = record.head;
+    tile.rows = min_int(tile.rows, Shape::kTokens);
     const Item item = place_of(n);
     const bool known = static_cast<u32>(tile.slot) < static_cast<u32>(args.max_loras);
-    if (!known) raise_status(args.status, kStatusSlotRange);
+    if (tile.slot >= args.max_loras) raise_status(args.status, kStatusSlotRange);
     const SlotEntry entry = known ? shared.lists->entry[n % 2] : SlotEntry{};
     const i32* pairs = Shape::kTokens > kTilePairs ? shared.lists->pair[n % 2] : record.pairs;
     const i32 pair = lane < tile.rows ? pairs[lane] : 0;
@@ -668,41 +669,25 @@ struct Consumer {
     return incoming;
   }
 
-  __device__ __forceinline__ void make_terms(const RankShare<MT>& share, const float* incoming,
+  __device__ __forceinline__ void read_terms(const RankShare<MT>& share, const float* incoming,
                                              Terms (&terms)[NT][MT], float (&scale)[NT][2]) const {
     const i32 ranks = share.ranks(), source_floats = kTokens * ranks;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       float4 h[MT];
-      float row_max = 0.f;
 #pragma unroll
       for (int s = 0; s < MT; ++s) {
         h[s] = make_float4(0.f, 0.f, 0.f, 0.f);
         if (nt * 8 + g < rows && s < share.tiles) {
-          const float* source = incoming + (nt * 8 + g) * ranks + s * kRankStep + 4 * t;
-          h[s] = tree_of_cluster(size, [&](i32 cta) {
+          const i32 k = s * kRankStep + 4 * t;
+          const float* source = incoming + (nt * 8 + g) * ranks + k;
+          const float4 sum = tree_of_cluster(size, [&](i32 cta) {
             return *reinterpret_cast<const float4*>(source + cta * source_floats);
           });
-          h[s] = own_ranks(h[s], s * kRankStep + 4 * t, rank);
-        }
-        row_max = fmaxf(row_max, max_abs(h[s]));
-      }
-      i32 exponent = 0;
-      if (IsFp16<T>::value) {
-        row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 1));
-        row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 2));
-        exponent = fp16_exponent(row_max);
-      }
-#pragma unroll
-      for (int s = 0; s < MT; ++s) terms[nt][s] = split_terms<T>(h[s], power_of_two(exponent));
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        scale[nt][j] = adapter_scale;
-        // The scale of token 2t + j lies with the lanes of g = 2t + j.
-        if (IsFp16<T>::value) {
-          scale[nt][j] *= power_of_two(-__shfl_sync(kFullMask, exponent, (2 * t + j) * 4));
+          h[s] = own_ranks(sum, k, rank);
         }
       }
+      make_terms<T>(h, adapter_scale, terms[nt], scale[nt]);
     }
   }
 
@@ -812,7 +797,7 @@ struct Consumer {
       const float* incoming = exchange(share, own, round);
       Terms terms[NT][MT];
       float scale[NT][2];
-      make_terms(share, incoming, terms, scale);
+      read_terms(share, incoming, terms, scale);
       expand(share, terms, scale);
     }
   }

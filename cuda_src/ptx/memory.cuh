@@ -125,6 +125,9 @@ __device__ __forceinline__ u32 shared4(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address));
   return v;
 }
+__device__ __forceinline__ void store_shared2(u32 address, u16 v) {
+  asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(address), "h"(v) : "memory");
+}
 // Four neighbouring 2-byte elements, `count` of them valid and the rest zero.
 __device__ __forceinline__ uint2 shared_gather4(u32 address, i32 count) {
   u32 element[4];

@@ -169,11 +169,19 @@ class DenseLora:
         """Columns of x."""
         return self.modules[0].in_features
 
-    def add(self, x: Array, y: Array | Sequence[Array], plan: BatchPlan) -> None:
+    def add(
+        self,
+        x: Array,
+        y: Array | Sequence[Array],
+        plan: BatchPlan,
+        *,
+        plan_settled: bool = False,
+    ) -> None:
         """Add each token's delta to the base outputs ``y``; tokens of no adapter keep their bits.
 
         x: [T, in_features]. y: one array [T, width] that holds every module's columns, or one
         array [T, out_features] per module. plan: a dense one, updated with this batch.
+        plan_settled: as in ``lora_delta``.
 
         Raises ArgumentError naming what does not fit, before anything is enqueued.
         """
@@ -182,7 +190,7 @@ class DenseLora:
         self._check_batch(x, plan)
         if hasattr(y, "dtype"):
             self._check_fused(y, plan.num_tokens)
-            self._add(x, y, self._entries, self._fused, plan)
+            self._add(x, y, self._entries, self._fused, plan, plan_settled)
             return
         if not isinstance(y, list | tuple):
             raise ArgumentError(
@@ -191,10 +199,16 @@ class DenseLora:
             )
         self._check_apart(y, plan.num_tokens)
         for array, (entries, slices) in zip(y, self._apart, strict=True):
-            self._add(x, array, entries, slices, plan)
+            self._add(x, array, entries, slices, plan, plan_settled)
 
     def _add(
-        self, x: Array, y: Array, entries: Array, slices: Sequence[LoraSlice], plan: BatchPlan
+        self,
+        x: Array,
+        y: Array,
+        entries: Array,
+        slices: Sequence[LoraSlice],
+        plan: BatchPlan,
+        plan_settled: bool,
     ) -> None:
         lora_delta(
             x,
@@ -209,6 +223,7 @@ class DenseLora:
             y_rows="pair",
             workspace=self.workspace.lora(),
             status=self.workspace.backend.status,
+            plan_settled=plan_settled,
         )
 
     def _check_batch(self, x: Array, plan: BatchPlan) -> None:

@@ -200,17 +200,19 @@ class MoeLora:
         *,
         x_rows: Literal["token", "pair", "row"] = "token",
         y_rows: RowsBy = "pair",
+        plan_settled: bool = False,
     ) -> None:
         """Add gate's and up's deltas to the first projection's output ``y`` [R, first_width].
 
         x: [T, H] by token, or [R, H]. Rows of no adapter, and ghost rows, keep their bits.
+        plan_settled: as in ``lora_delta``.
         """
         self._start(plan)
         check_choice("x_rows", x_rows, ("token", "pair", "row"))
         length = plan.num_tokens if x_rows == "token" else plan.num_rows
         self._check.read("x", x, length, self.moe.hidden)
         self._check.written("y", y, plan.num_rows, self.moe.first_width)
-        self._delta(x, y, plan, self._first, x_rows, y_rows)
+        self._delta(x, y, plan, self._first, x_rows, y_rows, plan_settled)
 
     def activate(
         self,
@@ -306,13 +308,14 @@ class MoeLora:
         *,
         x_rows: RowsBy = "pair",
         y_rows: RowsBy = "pair",
+        plan_settled: bool = False,
     ) -> None:
         """Add down's delta to its base output ``y`` [R, H]; x: [R, I], as ``activate`` gave it."""
         self._start(plan)
         check_choice("x_rows", x_rows, ("pair", "row"))
         self._check.read("x", x, plan.num_rows, self.moe.intermediate)
         self._check.written("y", y, plan.num_rows, self.moe.hidden)
-        self._delta(x, y, plan, self._down, x_rows, y_rows)
+        self._delta(x, y, plan, self._down, x_rows, y_rows, plan_settled)
 
     def finalize(
         self,
@@ -433,13 +436,14 @@ class MoeLora:
         permute_rows(x, plan.routing, out=wide)
         self._gemm(wide, base.gate_up, first, plan)
         done("MoE first base")
-        self.add_first(x, first, plan, y_rows="row")
+        # Permutation and GEMMs stand between the plan and a delta.
+        self.add_first(x, first, plan, y_rows="row", plan_settled=True)
         done("MoE first delta")
         hidden = self.activate(first, plan, rows="row", bias=base.gate_up_bias)
         done("activation")
         self._gemm(hidden, base.down, wide, plan)
         done("down base")
-        self.add_down(hidden, wide, plan, x_rows="row", y_rows="row")
+        self.add_down(hidden, wide, plan, x_rows="row", y_rows="row", plan_settled=True)
         done("down delta")
         result = self.finalize(
             wide,
@@ -465,6 +469,7 @@ class MoeLora:
         module: tuple[Array, tuple[LoraSlice, ...]],
         x_rows: Literal["token", "pair", "row"],
         y_rows: RowsBy,
+        plan_settled: bool,
     ) -> None:
         entries, slices = module
         lora_delta(
@@ -480,6 +485,7 @@ class MoeLora:
             y_rows=y_rows,
             workspace=self.workspace.lora(),
             status=self._backend.status,
+            plan_settled=plan_settled,
         )
 
     def _gemm(self, x: Array, weights: Array, y: Array, plan: BatchPlan) -> None:

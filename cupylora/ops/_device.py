@@ -27,6 +27,7 @@ __all__ = [
     "address",
     "blocks_for",
     "check_aligned",
+    "current_device",
     "device_op",
     "enqueue",
     "is_hopper",
@@ -188,6 +189,13 @@ def resident_blocks(program: str, kernel: str, threads: int, smem: int = 0) -> i
     import cupy
 
     return _resident(cupy.cuda.runtime.getDevice(), program, kernel, threads, smem)
+
+
+def current_device() -> int:
+    """Number of the current device."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDevice())
 
 
 @functools.cache

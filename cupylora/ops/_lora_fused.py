@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from cupylora.dtypes import dtype_name
-from cupylora.ops._device import active_clusters, address, enqueue, resident_blocks, vector_aligned
+from cupylora.ops._device import (
+    active_clusters,
+    address,
+    current_device,
+    enqueue,
+    resident_blocks,
+    vector_aligned,
+)
 from cupylora.ops._lora_call import ROW_INDEX, LoraInputs, pack_slices, vector_columns
 from cupylora.ops._lora_choice import (
     FusedShape,
@@ -57,11 +64,11 @@ def run_fused(
     """Enqueue the delta; ``shape`` overrides the one that the sizes ask for."""
     dtype = dtype_name(y.dtype)
     if kernel == "cluster":
-        shape = shape or _cluster_shape(work, dtype)
+        shape = shape or _cluster_shape(current_device(), work, dtype)
         smem = _cluster_bytes(work, shape)
         threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
     else:
-        shape = shape or _ring_shape(work, dtype)
+        shape = shape or _ring_shape(current_device(), work, dtype)
         stages, smem = _ring_room(work, shape.cluster)
         threads = _RING_THREADS
         name = f"{_rank_tiles(work)}_{work.tile_rows}"
@@ -128,7 +135,11 @@ def _y_access(y: Array, slices: Sequence[LoraSlice]) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cluster_shape(work: Workload, dtype: str) -> FusedShape:
+def _cluster_shape(
+    device: int,  # noqa: ARG001 - a key of the cache: devices differ in size
+    work: Workload,
+    dtype: str,
+) -> FusedShape:
     kernel = f"{_rank_tiles(work)}_1"
     blocks = resident_blocks(f"lora_cluster_{dtype}", kernel, _CLUSTER_THREADS)
     return cluster_shape(work, blocks)
@@ -149,7 +160,11 @@ def _cluster_kernel(work: Workload, cluster: int) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _ring_shape(work: Workload, dtype: str) -> FusedShape:
+def _ring_shape(
+    device: int,  # noqa: ARG001 - a key of the cache, as in _cluster_shape
+    work: Workload,
+    dtype: str,
+) -> FusedShape:
     name = f"{_rank_tiles(work)}_{work.tile_rows}"
     found = {}
     for size in (1, 2, 4, 8):

@@ -12,9 +12,10 @@ from typing import Any
 from cupylora import reference
 from cupylora.checks import check_array, check_choice, check_int, check_slices
 from cupylora.dtypes import FLOAT32
+from cupylora.errors import ArgumentError
 from cupylora.ops._device import device_op, is_hopper
 from cupylora.ops._lora_call import MAX_SLICES, LoraInputs, lora_inputs
-from cupylora.ops._lora_choice import Choice, Workload, choose
+from cupylora.ops._lora_choice import Choice, KernelName, Workload, choose
 from cupylora.ops._lora_fused import run_fused
 from cupylora.ops._lora_pair import lora_workspace_bytes, run_pair
 from cupylora.reference._rows import RowIndex
@@ -61,11 +62,21 @@ def lora_delta(
     check_array("y", y, dtype=x.dtype, shape=(routing.num_rows, None), on_device=True)
     check_slices(slices, y.shape[1])
     work = _workload(inputs, slices, max_active)
-    chosen = "pair" if x.dtype == FLOAT32 else choose(work, kernel=kernel, hopper=is_hopper())
+    chosen = _choose(x, work, kernel)
     if chosen == "pair":
         run_pair(inputs, y, slices, y_rows, workspace)
     elif work.rows > 0:
         run_fused(inputs, y, slices, y_rows, chosen, work)
+
+
+def _choose(x: Array, work: Workload, kernel: Choice) -> KernelName:
+    if x.dtype != FLOAT32:
+        return choose(work, kernel=kernel, hopper=is_hopper())
+    if kernel not in ("auto", "pair"):
+        raise ArgumentError(
+            f"kernel is {kernel!r}, which has no float32 form; use 'pair' or 'auto'"
+        )
+    return "pair"
 
 
 def _workload(inputs: LoraInputs, slices: Sequence[LoraSlice], max_active: int | None) -> Workload:

@@ -75,7 +75,9 @@ def lora_delta(
     max_active: most distinct adapters that the batch can hold, if known: it guides the choice of
     the kernel and the size of the launch, and a wrong value costs time only.
     plan_settled: ``segments`` and ``routing`` were complete on the device before the work directly
-    ahead in the stream began, so that the kernel may read them while that still runs.
+    ahead in the stream began, so that the kernel may read them while that still runs. False where
+    that work is a kernel which lets this one start before it has itself waited for what made them:
+    lists that change while they are read can hang a kernel.
 
     The product is float32 throughout and y is rounded once. Raises ArgumentError, before y is
     touched, naming an argument that does not fit or an entry in use whose rank is below 0 or above
