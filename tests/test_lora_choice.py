@@ -48,7 +48,8 @@ RING_SIZES = [
 """Rows of a tile and max_rank."""
 
 K_ORDER = source_text("lora/k_order.cuh")
-RING, CLUSTER = source_text("lora/ring.cu"), source_text("lora/cluster.cu")
+CLUSTER = source_text("lora/cluster.cu")
+RING = "\n".join(source_text(f"lora/{n}") for n in ("ring_layout.cuh", "ring.cu"))
 STRUCTS = "\n".join(source_text(f"lora/{n}.cuh") for n in ("slot_entry", "items"))
 NAMES = constants(
     "\n".join(source_text(f"{n}.cuh") for n in ("ptx/types", "lora/operands", "lora/slow_path"))
