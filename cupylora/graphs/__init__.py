@@ -1,0 +1,1 @@
+"""Serving steps from captured graphs: which graph a batch takes, capture, replay."""
