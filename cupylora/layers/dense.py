@@ -210,6 +210,8 @@ class DenseLora:
         plan: BatchPlan,
         plan_settled: bool,
     ) -> None:
+        if plan.active == 0:
+            return
         lora_delta(
             x,
             y,
@@ -223,6 +225,7 @@ class DenseLora:
             y_rows="pair",
             workspace=self.workspace.lora(),
             status=self.workspace.backend.status,
+            max_active=plan.active,
             plan_settled=plan_settled,
         )
 

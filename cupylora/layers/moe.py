@@ -275,6 +275,8 @@ class MoeLora:
         self._check.read("y", y, plan.num_rows, moe.first_width)
         if bias is not None:
             self._check.read("bias", bias, plan.experts, moe.first_width)
+        if plan.active == 0:
+            return self.activate(y, plan, rows=rows, bias=bias, out=out)
         shape = (plan.num_rows, moe.intermediate)
         result = self.workspace.view(_HIDDEN, shape) if out is None else out
         self._check.written("out", result, *shape)
@@ -370,6 +372,10 @@ class MoeLora:
         self._check_sum(topk_weights, plan, residual, out)
         if bias is not None:
             self._check.read("bias", bias, plan.experts, moe.hidden)
+        if plan.active == 0:
+            return self.finalize(
+                y, topk_weights, plan, rows=rows, bias=bias, residual=residual, out=out
+            )
         result: Array = lora_finalize(
             x,
             y,
@@ -398,16 +404,17 @@ class MoeLora:
         base: MoeWeights,
         plan: BatchPlan,
         *,
+        active: int | None = None,
         residual: Array | None = None,
         out: Array | None = None,
         lap: Lap | None = None,
     ) -> Array:
-        """The whole block for a batch: ``plan.update``, then ``apply``."""
+        """The whole block for a batch: ``plan.update`` with ``active``, then ``apply``."""
         self._check_plan(plan)
         check_array("token_to_slot", token_to_slot, shape=(None,))
         tokens = int(token_to_slot.shape[0])
         self._check_block(x, topk_weights, base, plan, tokens, residual, out)
-        plan.update(token_to_slot, topk_ids)
+        plan.update(token_to_slot, topk_ids, active=active)
         if lap is not None:
             lap("route")
         return self.apply(x, topk_weights, base, plan, residual=residual, out=out, lap=lap)
@@ -471,6 +478,8 @@ class MoeLora:
         y_rows: RowsBy,
         plan_settled: bool,
     ) -> None:
+        if plan.active == 0:
+            return
         entries, slices = module
         lora_delta(
             x,
@@ -485,6 +494,7 @@ class MoeLora:
             y_rows=y_rows,
             workspace=self.workspace.lora(),
             status=self._backend.status,
+            max_active=plan.active,
             plan_settled=plan_settled,
         )
 

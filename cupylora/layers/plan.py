@@ -54,6 +54,15 @@ class _Lists:
     all_to_one: Array
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """What the plan holds. lists: None where no list was needed."""
+
+    tokens: int
+    active: int | None
+    lists: tuple[Routing, Segments] | None
+
+
 class BatchPlan:
     """Work lists for batches of up to ``max_tokens`` tokens.
 
@@ -106,53 +115,82 @@ class BatchPlan:
         dense = experts == 1 and top_k == 1 and start_expert == 0
         self._all_to_one = backend.zeros((max_tokens, 1), np.int32) if dense else None
         self._scratch = self._make_scratch(rows)
-        self._lists: dict[int, _Lists] = {}
-        self._batch: tuple[Routing, Segments] | None = None
+        self._lists: dict[tuple[int, int], _Lists] = {}
+        self._batch: _Batch | None = None
         self._why_empty = _EMPTY
 
     @property
     def routing(self) -> Routing:
-        """The current batch's rows. Raises ArgumentError where there is no batch."""
-        return self._current()[0]
+        """The current batch's rows. Raises ArgumentError where there is no batch, or no list of it
+        (a dense plan's where ``active`` is 0)."""
+        return self._made()[0]
 
     @property
     def segments(self) -> Segments:
-        """The current batch's segments and tiles. Raises ArgumentError where there is no batch."""
-        return self._current()[1]
+        """The current batch's segments and tiles. Raises ArgumentError as ``routing`` does."""
+        return self._made()[1]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the current batch."""
-        return self.routing.num_tokens
+        return self._current().tokens
 
     @property
     def num_rows(self) -> int:
         """Rows of the current batch, T·k."""
-        return self.routing.num_rows
+        return self._current().tokens * self.top_k
 
-    def _current(self) -> tuple[Routing, Segments]:
+    @property
+    def active(self) -> int | None:
+        """What ``update`` was told of the current batch's adapters; 0: it has none."""
+        return self._current().active
+
+    def _current(self) -> _Batch:
         if self._batch is None:
             raise ArgumentError(self._why_empty)
         return self._batch
 
-    def update(self, token_to_slot: Array, topk_ids: Array | None = None) -> None:
+    def _made(self) -> tuple[Routing, Segments]:
+        lists = self._current().lists
+        if lists is None:
+            raise ArgumentError("the batch has no adapter (active is 0), so no lists were made")
+        return lists
+
+    def update(
+        self,
+        token_to_slot: Array,
+        topk_ids: Array | None = None,
+        *,
+        active: int | None = None,
+    ) -> None:
         """Make the lists of a batch; nothing is allocated once its number of tokens has come up.
 
         token_to_slot: int32 [T], negative for no adapter. topk_ids: int32 [T, top_k] global expert
-        ids; left out in a dense plan. Raises ArgumentError for arrays that do not fit, on NumPy
-        also for a slot >= max_loras (on CUDA the next call reports it), CapacityError for more
-        than max_tokens tokens.
+        ids; left out in a dense plan. active: most adapters that the batch has, groups of rows of
+        no adapter counted or not; for speed, but for 0: no row has an adapter, so that layers
+        enqueue nothing for LoRA, and a dense plan nothing at all.
+
+        Raises ArgumentError for arrays that do not fit, on NumPy also for a slot >= max_loras (on
+        CUDA the next call reports it) and for a row with an adapter where ``active`` is 0;
+        CapacityError for more than max_tokens tokens.
         """
         self.backend.check_status()
         tokens = self._check_slots(token_to_slot)
+        if active is not None:
+            active = check_int("active", active, 0)
         if topk_ids is None and self._all_to_one is None:
             raise ArgumentError(f"topk_ids is missing; a plan of {self.experts} experts needs them")
-        lists = self._of(tokens)
+        lists = self._of(tokens, active)
         ids = lists.all_to_one if topk_ids is None else topk_ids
         shape = (tokens, self.top_k)
         check_array("topk_ids", ids, dtype=INT32, shape=shape, on_device=self.backend.on_device)
+        if active == 0 and not self.backend.on_device and (token_to_slot >= 0).any():
+            raise ArgumentError("active is 0, but token_to_slot has rows with an adapter")
+        if active == 0 and topk_ids is None:
+            self._batch = _Batch(tokens, active, None)
+            return
         self._drop()
-        self._batch = plan(
+        made = plan(
             ids,
             token_to_slot,
             num_experts=self.experts,
@@ -164,6 +202,7 @@ class BatchPlan:
             workspace=self._scratch,
             status=self.backend.status,
         )
+        self._batch = _Batch(tokens, active, made)
 
     def adopt(self, routing: Routing, token_to_slot: Array) -> None:
         """Take another stack's row order, sorted by expert at least, instead of making one.
@@ -189,7 +228,7 @@ class BatchPlan:
             raise ArgumentError(
                 f"routing.num_tokens is {routing.num_tokens}; token_to_slot has {tokens}"
             )
-        segments = self._of(tokens).segments
+        segments = self._of(tokens, None).segments
         self._drop()
         made = build_segments(
             routing,
@@ -201,7 +240,7 @@ class BatchPlan:
             workspace=self._scratch,
             status=self.backend.status,
         )
-        self._batch = (routing, made)
+        self._batch = _Batch(tokens, None, (routing, made))
 
     def _drop(self) -> None:
         """No batch, until the lists that are written from here on are complete."""
@@ -228,18 +267,21 @@ class BatchPlan:
             return max(1, rows)
         return segment_capacity(rows, self.experts, self.max_loras)
 
-    def _of(self, tokens: int) -> _Lists:
-        lists = self._lists.get(tokens)
+    def _of(self, tokens: int, active: int | None) -> _Lists:
+        tile_rows = choose_tile_rows(
+            tokens * self.top_k,
+            self.experts,
+            max_active=self.max_active if active is None else active,
+            max_rank=self.max_rank,
+        )
+        lists = self._lists.get((tokens, tile_rows))
         if lists is None:
-            lists = self._lists[tokens] = self._views(tokens)
+            lists = self._lists[tokens, tile_rows] = self._views(tokens, tile_rows)
         return lists
 
-    def _views(self, tokens: int) -> _Lists:
+    def _views(self, tokens: int, tile_rows: int) -> _Lists:
         rows = tokens * self.top_k
         room = self._segment_room(rows)
-        tile_rows = choose_tile_rows(
-            rows, self.experts, max_active=self.max_active, max_rank=self.max_rank
-        )
         routing = Routing(
             self._row_to_pair[:rows],
             self._pair_to_row[:rows],

@@ -127,14 +127,17 @@ class LayerStack:
             array for w in self.base for array in (w.gate_up, w.down, w.gate_up_bias, w.down_bias)
         )
 
-    def step(self, batch: StackBatch, lap: Lap | None = None) -> Array:
+    def step(
+        self, batch: StackBatch, lap: Lap | None = None, *, active: int | None = None
+    ) -> Array:
         """All layers once; returns the last layer's x [T, H], valid until the next step.
 
         The dense groups' deltas of all layers add up in ``batch.dense_y``; ``batch.x`` is kept.
-        lap: told each of STACK_STAGES, once per layer, when its work is enqueued.
+        lap: told each of STACK_STAGES, once per layer, when its work is enqueued. active: as in
+        ``BatchPlan.update``.
         """
         done = lap or (lambda _: None)
-        self.begin(batch)
+        self.begin(batch, active)
         done("route")
         x = batch.x
         for layer in range(self.model.layers):
@@ -143,10 +146,10 @@ class LayerStack:
             done("dense deltas")
             if self.moe:
                 out = self.workspace.view(_X, batch.x.shape)
-                x = self.moe_block(layer, batch, x, residual=x, out=out, lap=lap)
+                x = self.moe_block(layer, batch, x, residual=x, out=out, active=active, lap=lap)
         return x
 
-    def begin(self, batch: StackBatch) -> None:
+    def begin(self, batch: StackBatch, active: int | None = None) -> None:
         """Make the work lists that all dense groups of all layers share."""
         if batch.num_tokens > self.max_tokens or len(batch.topk_ids) != self.model.layers:
             raise ArgumentError(
@@ -154,7 +157,7 @@ class LayerStack:
                 f"{counted(len(batch.topk_ids), 'layer')}; the stack takes up to "
                 f"{counted(self.max_tokens, 'token')} and has {counted(self.model.layers, 'layer')}"
             )
-        self.dense_plan.update(batch.token_to_slot)
+        self.dense_plan.update(batch.token_to_slot, active=active)
 
     def add_dense(self, layer: int, group: int, batch: StackBatch) -> None:
         """Add one dense group's deltas to ``batch.dense_y[group]``; ``begin`` comes first."""
@@ -169,6 +172,7 @@ class LayerStack:
         *,
         residual: Array | None,
         out: Array,
+        active: int | None = None,
         lap: Lap | None = None,
     ) -> Array:
         """One layer's MoE block: its output, plus ``residual`` if there is one, in ``out``."""
@@ -177,10 +181,19 @@ class LayerStack:
         if not self.lora_only:
             base = self.base[layer]
             return moe.forward(
-                x, ids, weights, slots, base, plan, residual=residual, out=out, lap=lap
+                x,
+                ids,
+                weights,
+                slots,
+                base,
+                plan,
+                active=active,
+                residual=residual,
+                out=out,
+                lap=lap,
             )
         done = lap or (lambda _: None)
-        plan.update(slots, ids)
+        plan.update(slots, ids, active=active)
         done("route")
         first = self.given_first(layer)
         done("MoE first base")
