@@ -42,8 +42,8 @@ __all__ = [
 DEFAULT_TOKEN_BUCKETS = (1, 2, 4, *range(8, 513, 8))
 """1, 2, 4, then every multiple of 8 up to 512."""
 
-EagerReason = Literal["no tokens", "more tokens than any bucket", "no graph"]
-"""Why a batch is served without a graph."""
+EagerReason = Literal["no tokens", "more tokens than any bucket", "no graph", "captured by it"]
+"""Why a batch is served without a graph; the last: it was the first of a key captured lazily."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Dispatcher:
         """
         self._check_batch(num_tokens, num_active_loras)
         if not 0 < num_tokens <= self.largest_bucket:
-            self._eager["more tokens than any bucket" if num_tokens else "no tokens"] += 1
+            self.count_eager("more tokens than any bucket" if num_tokens else "no tokens")
             return None
         bucket = self._bucket_of[num_tokens]
         key = None
@@ -258,26 +258,25 @@ class Dispatcher:
             table = self._table or self._make_table()
             key = table[bucket][self._case_of[num_active_loras]]
         if key is None:
-            self._eager["no graph"] += 1
+            self.count_eager("no graph")
             return None
         self._hits[key] = self._hits.get(key, 0) + 1
         self._tokens += num_tokens
         self._padding += key.num_tokens - num_tokens
         return key
 
+    def count_eager(self, reason: EagerReason) -> None:
+        """A batch was served eagerly without being dispatched."""
+        self._eager[reason] = self._eager.get(reason, 0) + 1
+
     def counts(self) -> DispatchCounts:
         """What has been chosen since the start or the last ``reset_counts``."""
-        eager = {reason: count for reason, count in self._eager.items() if count}
-        return DispatchCounts(dict(self._hits), eager, self._tokens, self._padding)
+        return DispatchCounts(dict(self._hits), dict(self._eager), self._tokens, self._padding)
 
     def reset_counts(self) -> None:
         """Begin to count anew."""
         self._hits: dict[BatchKey, int] = {}
-        self._eager: dict[EagerReason, int] = {
-            "no tokens": 0,
-            "more tokens than any bucket": 0,
-            "no graph": 0,
-        }
+        self._eager: dict[EagerReason, int] = {}
         self._tokens = self._padding = 0
 
     def _largest_case(self, bucket: int) -> int:

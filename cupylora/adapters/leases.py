@@ -1,0 +1,165 @@
+"""Which slot holds which adapter, and which slots steps under way still read.
+
+In: names that come and go, and the slots that each step used. Out: the slot that a new adapter
+takes. Host bookkeeping only: ``SlotTable`` holds the weights, ``StepFence`` says which steps are
+over.
+
+A slot is *named* (its adapter serves), *reserved* (an adapter is being written into it) or free.
+Its lease is the last step that used it: nothing is written into a slot before that step is over,
+named or not. So a name can move to another slot, or go, while steps that read the old one finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cupylora.checks import check_max_loras
+from cupylora.errors import ArgumentError, CapacityError
+from cupylora.graphs.fence import StepFence
+from cupylora.text import counted
+
+__all__ = ["Reservation", "SlotLeases"]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A slot to write into. displaced: whose slot it was until now, if anybody's."""
+
+    slot: int
+    displaced: str | None
+
+
+class SlotLeases:
+    """Names and leases of ``max_loras`` slots. One thread at a time: callers hold a lock."""
+
+    def __init__(self, max_loras: int, fence: StepFence) -> None:
+        self.max_loras = check_max_loras(max_loras)
+        self.fence = fence
+        self.serving = np.zeros(max_loras, np.bool_)
+        """Which slots are named."""
+        self._names: list[str | None] = [None] * max_loras
+        self._slot_of: dict[str, int] = {}
+        self._last_step = np.zeros(max_loras, np.int64)
+        self._reserved: set[int] = set()
+        self._pinned: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The adapter of each slot; None: none serves from it."""
+        return tuple(self._names)
+
+    def slot_of(self, name: str) -> int | None:
+        """The slot of an adapter; None: it has none."""
+        return self._slot_of.get(name)
+
+    def require(self, name: str) -> int:
+        """The slot of an adapter. Raises ArgumentError if it has none."""
+        slot = self._slot_of.get(name)
+        if slot is None:
+            loaded = ", ".join(sorted(self._slot_of)) or "none"
+            raise ArgumentError(f"adapter {name!r} is not loaded; loaded are: {loaded}")
+        return slot
+
+    def use(self, used: npt.NDArray[np.bool_], step: int) -> None:
+        """``step`` reads the slots where ``used`` [max_loras] is set."""
+        self._last_step[used] = step
+
+    def require_serving(self, used: npt.NDArray[np.bool_]) -> None:
+        """Raise ArgumentError if a slot where ``used`` is set has no adapter."""
+        missing = used & ~self.serving
+        if missing.any():
+            slots = np.flatnonzero(missing).tolist()
+            raise ArgumentError(
+                f"no adapter serves from slot {', '.join(map(str, slots))}; load one first, or use "
+                "-1 for rows of no adapter"
+            )
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an adapter's slot from being taken by another, or no longer."""
+        self.require(name)
+        (self._pinned.add if pinned else self._pinned.discard)(name)
+
+    def free_slots(self) -> tuple[int, ...]:
+        """Slots without a name that no step reads any more."""
+        over = self.fence.finished()
+        return tuple(
+            slot
+            for slot in range(self.max_loras)
+            if self._names[slot] is None
+            and slot not in self._reserved
+            and self._last_step[slot] <= over
+        )
+
+    def reserve(self, name: str, keep: Collection[str] = ()) -> Reservation:
+        """A slot for ``name``: free, else one still read, else that of the adapter unused longest.
+
+        Adapters in ``keep`` and pinned ones, and the former version of ``name`` itself, stay.
+        Raises CapacityError that names what is in the way.
+        """
+        staying = {name, *keep, *self._pinned}
+        open_slots = [
+            slot
+            for slot in range(self.max_loras)
+            if slot not in self._reserved and self._names[slot] not in staying
+        ]
+        if not open_slots:
+            kept = sorted(name for name in self._slot_of if name in staying)
+            raise CapacityError(
+                f"no slot for adapter {name!r}: {counted(self.max_loras, 'slot')}, and "
+                f"{', '.join(kept) or 'adapters being loaded'} must stay; unload or unpin one, or "
+                "make the runtime with more max_loras"
+            )
+        slot = min(open_slots, key=lambda slot: (self.serving[slot], self._last_step[slot]))
+        displaced = self._names[slot]
+        if displaced is not None:
+            self._forget(displaced)
+        self._reserved.add(slot)
+        return Reservation(slot, displaced)
+
+    def wait(self, slot: int) -> None:
+        """Until no step reads ``slot``."""
+        self.fence.wait(int(self._last_step[slot]))
+
+    def publish(self, reservation: Reservation, name: str) -> None:
+        """``name`` serves from the reserved slot; a former version of it no longer does."""
+        if name in self._slot_of:
+            self._forget(name)
+        self._reserved.remove(reservation.slot)
+        self._name(reservation.slot, name)
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Nothing was written: who was displaced serves again, unless loaded elsewhere since."""
+        self._reserved.remove(reservation.slot)
+        if reservation.displaced is not None and reservation.displaced not in self._slot_of:
+            self._name(reservation.slot, reservation.displaced)
+
+    def drop(self, name: str) -> None:
+        """``name`` serves no more; its slot is free when the steps that read it are over."""
+        self.require(name)
+        self._forget(name)
+        self._pinned.discard(name)
+
+    def check_room(self, names: Sequence[str]) -> None:
+        """Raise CapacityError, naming them, if so many adapters can never serve together."""
+        distinct = list(dict.fromkeys(names))
+        blocked = [name for name in self._pinned if name not in distinct]
+        if len(distinct) + len(blocked) > self.max_loras:
+            pinned = f" beside pinned {', '.join(sorted(blocked))}" if blocked else ""
+            raise CapacityError(
+                f"{counted(len(distinct), 'adapter')} wanted in one batch{pinned}, but there are "
+                f"{counted(self.max_loras, 'slot')}: {', '.join(distinct)}"
+            )
+
+    def _name(self, slot: int, name: str) -> None:
+        self._names[slot] = name
+        self._slot_of[name] = slot
+        self.serving[slot] = True
+
+    def _forget(self, name: str) -> None:
+        slot = self._slot_of.pop(name)
+        self._names[slot] = None
+        self.serving[slot] = False

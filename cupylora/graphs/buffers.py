@@ -1,0 +1,198 @@
+"""Arrays of a step that stay where they are: a captured graph uses them at every replay.
+
+Each is as large as the largest bucket needs; a step works on views of its first tokens. The host
+writes a batch's values into them before the step (``x``, router choices), all but
+``token_to_slot``, which comes from host memory through ``staging``. Rows beyond the batch's own are
+padding: where a buffer has a ``pad`` value they are set to it again before every step, so that no
+graph sees the rows of a batch before.
+
+In: shapes, once. Out: views, and the padding's writes on a step's stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cupylora.backend import ArrayBackend, total_bytes
+from cupylora.checks import check_choice, check_int, check_type
+from cupylora.compiler import driver
+from cupylora.errors import ArgumentError, CupyloraError, GraphError
+from cupylora.worklists import MAX_ROWS, Array
+
+__all__ = ["StepBuffers", "StepViews"]
+
+SLOTS = "token_to_slot"
+
+Pad = Literal[-1, 0]
+"""Value of padding rows: -1 in integers ("no adapter", "no expert"), or 0 in anything."""
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """token_axis: 0, or 1 behind a leading axis (layers). pad: of padding rows, if anything."""
+
+    array: Array
+    token_axis: int
+    pad: Pad | None
+
+    def view(self, tokens: int) -> Array:
+        return self.array[:tokens] if self.token_axis == 0 else self.array[:, :tokens]
+
+    @property
+    def row_bytes(self) -> int:
+        shape: tuple[int, ...] = self.array.shape[self.token_axis + 1 :]
+        return math.prod(shape) * int(self.array.dtype.itemsize)
+
+
+class StepViews(Mapping[str, Array]):
+    """The buffers' first ``num_tokens`` tokens, by name. Views are made once and kept."""
+
+    def __init__(self, buffers: Mapping[str, _Buffer], num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._buffers = buffers
+        self._views: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        found = self._views.get(name)
+        if found is None:
+            if name not in self._buffers:
+                known = ", ".join(self._buffers)
+                raise ArgumentError(f"the step has no buffer {name!r}; it has {known}")
+            found = self._views[name] = self._buffers[name].view(self.num_tokens)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._buffers)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+
+class StepBuffers:
+    """Named arrays for up to ``max_tokens`` tokens, ``token_to_slot`` among them from the start.
+
+    Once ``seal`` was called (something was captured), no buffer can be added: graphs hold
+    addresses, and sizes were decided with what there was.
+    """
+
+    def __init__(self, backend: ArrayBackend, max_tokens: int) -> None:
+        check_type("backend", backend, ArrayBackend)
+        self.backend = backend
+        self.max_tokens = check_int("max_tokens", max_tokens, 1, MAX_ROWS)
+        self._buffers: dict[str, _Buffer] = {}
+        self._views: dict[int, StepViews] = {}
+        self._sealed = False
+        self.add(SLOTS, (), np.int32, pad=-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return total_bytes(buffer.array for buffer in self._buffers.values())
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        *,
+        layers: int | None = None,
+        pad: Pad | None = None,
+    ) -> Array:
+        """A new buffer [max_tokens, *shape], or [layers, max_tokens, *shape]; returns all of it.
+
+        pad: what padding rows are set to before each step, -1 (integers only) or 0; None: they
+        keep what they hold. That is also what the buffer holds at first, zeros without ``pad``.
+        Raises ArgumentError for a name that is taken or a pad that cannot be, GraphError once
+        sealed, CapacityError where there is no memory.
+        """
+        check_type("name", name, str)
+        self.require_open(f"buffer {name!r}")
+        if name in self._buffers:
+            raise ArgumentError(f"the step has a buffer {name!r} already")
+        for index, extent in enumerate(shape):
+            check_int(f"shape[{index}]", extent, 1)
+        check_choice("pad", pad, (None, -1, 0))
+        if pad == -1 and np.dtype(dtype).kind != "i":
+            raise ArgumentError(
+                f"pad is -1 for buffer {name!r} of {np.dtype(dtype)}; use 0 or None"
+            )
+        leading = () if layers is None else (check_int("layers", layers, 1),)
+        array = self.backend.zeros((*leading, self.max_tokens, *shape), dtype)
+        self._buffers[name] = _Buffer(array, len(leading), pad)
+        if pad == -1:
+            array.fill(-1)
+        self._views.clear()
+        return array
+
+    def views(self, num_tokens: int) -> StepViews:
+        """The first ``num_tokens`` tokens of every buffer."""
+        found = self._views.get(num_tokens)
+        if found is None:
+            check_int("num_tokens", num_tokens, 1, self.max_tokens)
+            found = self._views[num_tokens] = StepViews(self._buffers, num_tokens)
+        return found
+
+    def pad(self, num_tokens: int, bucket: int, stream: int) -> None:
+        """Set rows ``num_tokens`` to ``bucket`` of the buffers that have a ``pad`` to it.
+
+        Enqueued on the stream of handle ``stream``; ``token_to_slot``'s rows come with its copy.
+        """
+        if num_tokens == bucket:
+            return
+        for name, buffer in self._buffers.items():
+            if buffer.pad is not None and name != SLOTS:
+                self._pad(buffer, buffer.pad, num_tokens, bucket, stream)
+
+    def seal(self) -> None:
+        """Refuse to grow from now on."""
+        self._sealed = True
+
+    def unseal(self) -> None:
+        """No graph holds these addresses any more."""
+        self._sealed = False
+
+    def require_open(self, what: str) -> None:
+        """Raise GraphError if sealed. what: that which would grow."""
+        if self._sealed:
+            raise GraphError(
+                f"{what} cannot be made or grow: graphs were captured with the memory there is; "
+                "make it before the first capture, or call release_graphs() first"
+            )
+
+    def _pad(self, buffer: _Buffer, value: Pad, first: int, end: int, stream: int) -> None:
+        if not self.backend.on_device:
+            rows = buffer.array.swapaxes(0, buffer.token_axis)
+            rows[first:end] = value
+            return
+        row, array = buffer.row_bytes, buffer.array
+        _set_device_rows(
+            self.backend.address(array) + first * row,
+            pitch=self.max_tokens * row,
+            byte=value & 0xFF,
+            width=(end - first) * row,
+            height=array.shape[0] if buffer.token_axis else 1,
+            stream=stream,
+        )
+
+
+def _set_device_rows(
+    address: int, *, pitch: int, byte: int, width: int, height: int, stream: int
+) -> None:
+    """``height`` runs of ``width`` bytes, ``pitch`` apart, enqueued as one operation."""
+    status = driver.library().cuMemsetD2D8Async(
+        ctypes.c_uint64(address),
+        ctypes.c_size_t(pitch),
+        ctypes.c_ubyte(byte),
+        ctypes.c_size_t(width),
+        ctypes.c_size_t(height),
+        ctypes.c_void_p(stream),
+    )
+    if status:
+        raise CupyloraError(f"setting padding rows failed: {driver.error_text(status)}")

@@ -1,0 +1,279 @@
+"""A step recorded once and launched again: a CUDA graph by stream capture.
+
+In: a function that enqueues a step's work on CuPy's current stream. Out: a :class:`Recording` whose
+``launch`` enqueues all of it with one driver call. On NumPy a recording is the function itself,
+so that everything above this file is written once.
+
+Capture is in thread-local mode: what other threads do with the device meanwhile is theirs. Inside,
+CuPy's allocator refuses: memory that a pool handed out would go back to it when the array's last
+reference does, while the graph still reads and writes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cupylora.compiler import driver
+from cupylora.errors import CupyloraError, GraphError
+
+__all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
+
+Work = Callable[[], object]
+
+_VERBOSE_DOT = 1
+_PER_THREAD_STREAM = 2
+_LEGACY_ADVICE = (
+    "the legacy default stream cannot be captured; give a stream of your own "
+    "(cupy.cuda.Stream(non_blocking=True)) and make your calls on it"
+)
+
+
+class Recording(ABC):
+    """Recorded work. nodes: of its graph; nbytes: device memory that it took; seconds: to make."""
+
+    nodes: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Enqueue all of it on the recorder's stream. Raises GraphError if the driver refuses."""
+
+    @abstractmethod
+    def kernel_names(self) -> tuple[str, ...]:
+        """Names of its kernels, in no order; empty where there is no graph."""
+
+    @abstractmethod
+    def write_dot(self, path: Path) -> None:
+        """Write the graph for Graphviz. Raises GraphError where there is none."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Free it; launches that are under way finish. Nothing can be done with it afterwards."""
+
+
+class Recorder(ABC):
+    """Makes recordings, and says where their work goes. stream: CuPy's, None on NumPy."""
+
+    stream: Any = None
+
+    @property
+    def handle(self) -> int:
+        """The stream's handle, 0 where there is none."""
+        return 0 if self.stream is None else int(self.stream.ptr)
+
+    @abstractmethod
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Work enqueued inside goes where recordings' work goes."""
+
+    @abstractmethod
+    def record(self, work: Work, what: str) -> Recording:
+        """Record what ``work`` enqueues; nothing of it runs now. what: for messages.
+
+        Raises GraphError naming ``what`` and the driver's reason, or whatever ``work`` raises of
+        this package; the stream is as before then.
+        """
+
+
+class _Direct(Recording):
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+
+    def launch(self) -> None:
+        if self._work is None:
+            raise GraphError("the recording was destroyed")
+        self._work()
+
+    def kernel_names(self) -> tuple[str, ...]:
+        return ()
+
+    def write_dot(self, path: Path) -> None:
+        raise GraphError("there are no CUDA graphs on the numpy backend")
+
+    def destroy(self) -> None:
+        self._work = None
+
+
+class DirectRecorder(Recorder):
+    """For NumPy: a recording calls the function again."""
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Anywhere."""
+        return contextlib.nullcontext()
+
+    def record(self, work: Work, what: str) -> Recording:
+        """Keep ``work``."""
+        return _Direct(work)
+
+
+class CudaRecorder(Recorder):
+    """Captures on ``stream``, and launches there.
+
+    stream: a CuPy stream, of the device that is current now; left out: a new non-blocking one.
+    Raises GraphError for the legacy default stream.
+    """
+
+    def __init__(self, stream: Any = None) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self.stream = cupy.cuda.Stream(non_blocking=True) if stream is None else stream
+        handle = int(self.stream.ptr)
+        if handle in (0, 1):
+            raise GraphError(_LEGACY_ADVICE)
+        if handle == _PER_THREAD_STREAM:
+            raise GraphError("the per-thread default stream changes with the thread; give a stream")
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The stream is CuPy's current one inside."""
+        with self.stream:
+            yield
+
+    def record(self, work: Work, what: str) -> Recording:
+        """Capture, instantiate and upload."""
+        start = time.perf_counter()
+        free = self._free_bytes()
+        graph = self._capture(work, what)
+        try:
+            made = _CudaRecording(graph, self._instantiate(graph, what), self.stream, what)
+        except BaseException:
+            _driver().cuGraphDestroy(graph)
+            raise
+        made.nbytes = max(0, free - self._free_bytes())
+        made.seconds = time.perf_counter() - start
+        return made
+
+    def _capture(self, work: Work, what: str) -> Any:
+        cuda = _driver()
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        with self.active(), self._cupy.cuda.using_allocator(functools.partial(_refuse, what)):
+            _check(cuda.cuStreamBeginCapture(self.stream.ptr, mode), f"begin of capture of {what}")
+            try:
+                work()
+            except BaseException as error:
+                self._abandon()
+                if isinstance(error, CupyloraError) or not isinstance(error, Exception):
+                    raise
+                raise GraphError(f"capture of {what} failed: {error}") from error
+            (graph,) = _check(cuda.cuStreamEndCapture(self.stream.ptr), f"capture of {what}")
+        return graph
+
+    def _abandon(self) -> None:
+        """End a capture whose work raised; what it recorded is dropped."""
+        cuda = _driver()
+        status, graph = cuda.cuStreamEndCapture(self.stream.ptr)
+        if status == cuda.CUresult.CUDA_SUCCESS and int(graph):
+            cuda.cuGraphDestroy(graph)
+
+    def _instantiate(self, graph: Any, what: str) -> Any:
+        cuda = _driver()
+        params = cuda.CUDA_GRAPH_INSTANTIATE_PARAMS()
+        params.hUploadStream = self.stream.ptr
+        params.flags = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD
+        status, *made = cuda.cuGraphInstantiateWithParams(graph, params)
+        if status != cuda.CUresult.CUDA_SUCCESS:
+            node = _describe(params.hErrNode_out)
+            raise GraphError(
+                f"instantiation of {what} failed: {driver.error_text(int(status))}, "
+                f"{params.result_out.name}{f' at {node}' if node else ''}"
+            )
+        return made[0]
+
+    def _free_bytes(self) -> int:
+        free, _ = _check(_driver().cuMemGetInfo(), "asking for free memory")
+        return int(free)
+
+
+class _CudaRecording(Recording):
+    def __init__(self, graph: Any, executable: Any, stream: Any, what: str) -> None:
+        self._graph, self._executable, self._stream, self._what = graph, executable, stream, what
+        self.nodes = len(_nodes(graph))
+        # Bound ahead: this call is the step path.
+        self._enqueue = functools.partial(
+            driver.library().cuGraphLaunch,
+            ctypes.c_void_p(int(executable)),
+            ctypes.c_void_p(int(stream.ptr)),
+        )
+
+    def launch(self) -> None:
+        status = self._enqueue()
+        if status:
+            raise GraphError(f"launch of {self._what} failed: {driver.error_text(status)}")
+
+    def kernel_names(self) -> tuple[str, ...]:
+        return tuple(name for node in _nodes(self._graph) if (name := _kernel_name(node)))
+
+    def write_dot(self, path: Path) -> None:
+        written = _driver().cuGraphDebugDotPrint(self._graph, str(path).encode(), _VERBOSE_DOT)
+        _check(written, f"writing {self._what} to {path}")
+
+    def destroy(self) -> None:
+        if self._graph is None:
+            return
+        cuda = _driver()
+        cuda.cuGraphExecDestroy(self._executable)
+        cuda.cuGraphDestroy(self._graph)
+        self._graph = self._executable = None
+        self._enqueue = functools.partial(_destroyed, self._what)
+
+
+def _destroyed(what: str) -> int:
+    raise GraphError(f"the graph of {what} was destroyed")
+
+
+def _refuse(what: str, size: int) -> Any:
+    raise GraphError(
+        f"{size} bytes were asked of CuPy while {what} was captured; allocate before, for instance "
+        "with out= arguments and a workspace (a graph must not hold memory that a pool takes back)"
+    )
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver as cuda
+
+    return cuda
+
+
+def _check(result: tuple[Any, ...], doing: str) -> tuple[Any, ...]:
+    """What a driver call gave beside its status. Raises GraphError with the driver's reason."""
+    status, *values = result
+    if int(status):
+        raise GraphError(f"{doing} failed: {driver.error_text(int(status))}")
+    return tuple(values)
+
+
+def _nodes(graph: Any) -> list[Any]:
+    cuda = _driver()
+    _, count = _check(cuda.cuGraphGetNodes(graph), "counting the nodes of a graph")
+    nodes, _ = _check(cuda.cuGraphGetNodes(graph, count), "reading the nodes of a graph")
+    return list(nodes)
+
+
+def _describe(node: Any) -> str:
+    """A node in words; empty for none."""
+    if not int(node):
+        return ""
+    (kind,) = _check(_driver().cuGraphNodeGetType(node), "asking for a node's type")
+    name = _kernel_name(node)
+    return f"kernel {name}" if name else f"a node of type {kind.name}"
+
+
+def _kernel_name(node: Any) -> str:
+    """The mangled name of a kernel node's kernel; empty for other nodes."""
+    cuda = _driver()
+    (kind,) = _check(cuda.cuGraphNodeGetType(node), "asking for a node's type")
+    if kind != cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        return ""
+    (params,) = _check(cuda.cuGraphKernelNodeGetParams(node), "reading a kernel node")
+    function = params.func if int(params.func) else None
+    named = cuda.cuKernelGetName(params.kern) if function is None else cuda.cuFuncGetName(function)
+    (name,) = _check(named, "asking for a kernel's name")
+    return bytes(name).decode(errors="replace")

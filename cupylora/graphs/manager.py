@@ -1,0 +1,310 @@
+"""Steps through captured graphs: capture per key, replay, and eager steps for what has no graph.
+
+    token_to_slot (host) --> staging: check, count groups --> dispatcher: key, or none
+                                 |                                |
+                 one copy, padded to the key's bucket         graph of the key: one launch
+                                 v                            none: the step function itself
+                          buffers (never moved) <---------------- reads and writes
+
+The step function is the host's: it enqueues everything a step does, base model and LoRA layers
+alike, on views of the buffers, for the number of tokens and of adapters that it is told. It is
+called once eagerly and once recorded per key, and its Python never runs in a replay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cupylora.backend import ArrayBackend
+from cupylora.checks import check_choice, check_int, check_type
+from cupylora.errors import ArgumentError, GraphError
+from cupylora.graphs.buckets import BatchKey, DispatchCounts, Dispatcher, DispatchOptions
+from cupylora.graphs.buffers import SLOTS, StepBuffers, StepViews
+from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
+from cupylora.graphs.staging import BatchSlots, HostSlots, SlotReader, make_staging
+from cupylora.worklists import Array
+
+__all__ = ["CapturedGraph", "GraphOptions", "Step", "StepGraphs", "StepResult"]
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """How steps are served. enabled: False: every step is eager.
+
+    dispatch: buckets and cases. lazy: capture a key when a batch first needs it (``capture`` takes
+    them all ahead). memory_budget: most bytes of device memory that graphs may take; None: no
+    bound. over_budget: "refuse": what would exceed it is not captured; "drop": the graphs replayed
+    least make room.
+    """
+
+    enabled: bool = True
+    dispatch: DispatchOptions = field(default_factory=DispatchOptions)
+    lazy: bool = False
+    memory_budget: int | None = None
+    over_budget: Literal["refuse", "drop"] = "refuse"
+
+    def __post_init__(self) -> None:
+        check_type("enabled", self.enabled, bool)
+        check_type("dispatch", self.dispatch, DispatchOptions)
+        check_type("lazy", self.lazy, bool)
+        if self.memory_budget is not None:
+            check_int("memory_budget", self.memory_budget, 0)
+        check_choice("over_budget", self.over_budget, ("refuse", "drop"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step function works on.
+
+    views: the buffers' first ``num_tokens`` rows, padding included. active: most groups of rows
+    that the batch has, for ``BatchPlan.update``; 0: no adapter at all, so that no LoRA work is
+    needed.
+    """
+
+    views: StepViews
+    active: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of every view."""
+        return self.views.num_tokens
+
+    @property
+    def token_to_slot(self) -> Array:
+        """int32 [num_tokens], -1 in padding rows."""
+        return self.views[SLOTS]
+
+    def __getitem__(self, name: str) -> Array:
+        return self.views[name]
+
+
+StepFunction = Callable[[Step], object]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did. key: of the graph that was replayed; None: it ran eagerly, or there were
+    no tokens. num_tokens: without padding. groups: as ``count_active_loras`` counts."""
+
+    key: BatchKey | None
+    num_tokens: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """One graph there is. replays: since it was captured."""
+
+    key: BatchKey
+    nodes: int
+    nbytes: int
+    seconds: float
+    replays: int
+
+
+class StepGraphs:
+    """Serves steps of ``function`` over ``buffers``.
+
+    stream: CuPy's, where all steps go; left out: a new non-blocking one. A step and a capture
+    exclude one another; either may be called from any thread.
+    Raises ArgumentError for buckets larger than the buffers, GraphError for the legacy default
+    stream.
+    """
+
+    def __init__(
+        self,
+        function: StepFunction,
+        buffers: StepBuffers,
+        *,
+        max_loras: int,
+        options: GraphOptions | None = None,
+        stream: Any = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        check_type("buffers", buffers, StepBuffers)
+        self.options = GraphOptions() if options is None else options
+        check_type("options", self.options, GraphOptions)
+        self.dispatcher = Dispatcher(max_loras, self.options.dispatch)
+        largest = self.dispatcher.largest_bucket
+        if self.options.enabled and largest > buffers.max_tokens:
+            raise ArgumentError(
+                f"the largest token bucket is {largest}; the buffers have {buffers.max_tokens} rows"
+            )
+        self.buffers, self._function = buffers, function
+        self.recorder = recorder or _recorder(buffers.backend, stream)
+        self._reader = SlotReader(buffers.max_tokens, max_loras)
+        slots = buffers.views(buffers.max_tokens)[SLOTS]
+        self._staging = make_staging(buffers.backend, slots, self.recorder.stream)
+        self._recordings: dict[BatchKey, Recording] = {}
+        self._replays: dict[BatchKey, int] = {}
+        self._refused: set[BatchKey] = set()
+        self._lock = threading.RLock()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the graphs took."""
+        return sum(recording.nbytes for recording in self._recordings.values())
+
+    @property
+    def graphs(self) -> tuple[CapturedGraph, ...]:
+        """The graphs there are, in the order of capture."""
+        return tuple(self._captured(key) for key in self._recordings)
+
+    def recording(self, key: BatchKey) -> Recording:
+        """The graph of ``key``, to look into it. Raises GraphError if there is none."""
+        found = self._recordings.get(key)
+        if found is None:
+            raise GraphError(f"{key} has no graph")
+        return found
+
+    def counts(self) -> DispatchCounts:
+        """Which keys served how many batches, what ran eagerly and why."""
+        return self.dispatcher.counts()
+
+    def capture(
+        self,
+        keys: Iterable[BatchKey] | None = None,
+        progress: Callable[[CapturedGraph, int], object] | None = None,
+    ) -> tuple[CapturedGraph, ...]:
+        """Capture ``keys`` that have no graph yet, all of the dispatcher's by default.
+
+        Most tokens first. progress: told each graph, and how many are still to come. Returns the
+        new graphs; where the memory budget is reached, what does not fit is left out.
+
+        Raises GraphError where a capture fails and whatever the step function raises; the graphs
+        captured before stay, and steps go on.
+        """
+        if not self.options.enabled:
+            raise GraphError("graphs are off (GraphOptions(enabled=False)); nothing to capture")
+        wanted = self.dispatcher.all_keys() if keys is None else tuple(keys)
+        with self._lock:
+            missing = [key for key in wanted if key not in self._recordings]
+            made = []
+            for index, key in enumerate(missing):
+                if not self._capture_key(key):
+                    break
+                made.append(self._captured(key))
+                if progress is not None:
+                    progress(made[-1], len(missing) - index - 1)
+        return tuple(made)
+
+    def release(self) -> None:
+        """Drop all graphs once their replays are over; buffers may grow again."""
+        with self._lock:
+            self._wait()
+            for key in tuple(self._recordings):
+                self._drop(key)
+            self._refused.clear()
+            self.buffers.unseal()
+
+    def read(self, token_to_slot: Any) -> BatchSlots:
+        """Check and count a batch, as ``step`` does; valid until the next read."""
+        return self._reader.read(token_to_slot)
+
+    def step(
+        self, token_to_slot: Any, *, num_reqs: int | None = None, uniform: bool = False
+    ) -> StepResult:
+        """Enqueue one step for the batch that the buffers hold, and return at once.
+
+        token_to_slot: int32 [T] in host memory, negative for no adapter; it may be changed when
+        this returns. num_reqs, uniform: as in ``BatchKey``.
+
+        Raises ArgumentError or CapacityError for a batch that cannot be, with nothing enqueued;
+        GraphError where a launch fails, and whatever the step function raises in an eager step.
+        """
+        with self._lock:
+            return self.run(self._reader.read(token_to_slot), num_reqs=num_reqs, uniform=uniform)
+
+    def run(
+        self, batch: BatchSlots, *, num_reqs: int | None = None, uniform: bool = False
+    ) -> StepResult:
+        """``step`` for a batch already read. The caller keeps other steps out."""
+        tokens, groups = batch.num_tokens, batch.groups
+        if not self.options.enabled:
+            self._eager(batch, tokens, groups)
+            return StepResult(None, tokens, groups)
+        if self.options.lazy:
+            ideal = self.dispatcher.ideal(tokens, groups)
+            if ideal is not None and ideal not in self._recordings and ideal not in self._refused:
+                return self._first_of(ideal, batch)
+        key = self.dispatcher.dispatch(tokens, groups, num_reqs=num_reqs, uniform=uniform)
+        if key is None:
+            self._eager(batch, tokens, groups)
+        else:
+            self._stage(batch.slots, key.num_tokens)
+            self._recordings[key].launch()
+            self._replays[key] += 1
+        return StepResult(key, tokens, groups)
+
+    def _stage(self, slots: HostSlots, rows: int) -> None:
+        self.buffers.pad(len(slots), rows, self.recorder.handle)
+        self._staging.send(slots, rows)
+
+    def _eager(self, batch: BatchSlots, rows: int, active: int) -> None:
+        if rows:
+            self._stage(batch.slots, rows)
+            self._call(rows, active)
+
+    def _call(self, num_tokens: int, active: int) -> None:
+        with self.recorder.active():
+            self._function(Step(self.buffers.views(num_tokens), active))
+
+    def _first_of(self, key: BatchKey, batch: BatchSlots) -> StepResult:
+        """Run a batch as its key's graph would, eagerly, and capture that for the next one."""
+        self.dispatcher.count_eager("captured by it")
+        self._eager(batch, key.num_tokens, key.num_active_loras)
+        self._record(key, drop=self.options.over_budget == "drop")
+        return StepResult(None, batch.num_tokens, batch.groups)
+
+    def _capture_key(self, key: BatchKey) -> bool:
+        """Whether there was room for a graph of ``key``, after one eager call on padding alone.
+
+        That call loads modules, makes views and measures occupancy, none of which a capture may do.
+        """
+        self._stage(self._reader.no_slots, key.num_tokens)
+        self._call(key.num_tokens, key.num_active_loras)
+        return self._record(key, drop=False)
+
+    def _record(self, key: BatchKey, *, drop: bool) -> bool:
+        """Capture what has run eagerly before. drop: others, where the budget asks for room."""
+        tokens, active = key.num_tokens, key.num_active_loras
+        self.buffers.seal()
+        recording = self.recorder.record(lambda: self._call(tokens, active), str(key))
+        if not self._fit(recording.nbytes, drop):
+            recording.destroy()
+            self._refused.add(key)
+            return False
+        self._recordings[key], self._replays[key] = recording, 0
+        self.dispatcher.add(key)
+        return True
+
+    def _fit(self, nbytes: int, drop: bool) -> bool:
+        """Whether so many more bytes keep the budget, the graphs replayed least dropped for it."""
+        budget = self.options.memory_budget
+        if budget is None:
+            return True
+        if drop and nbytes <= budget < self.nbytes + nbytes:
+            self._wait()
+            while budget < self.nbytes + nbytes:
+                self._drop(min(self._recordings, key=lambda key: self._replays[key]))
+        return self.nbytes + nbytes <= budget
+
+    def _drop(self, key: BatchKey) -> None:
+        self.dispatcher.remove(key)
+        self._recordings.pop(key).destroy()
+        del self._replays[key]
+
+    def _wait(self) -> None:
+        with self.recorder.active():
+            self.buffers.backend.synchronize()
+
+    def _captured(self, key: BatchKey) -> CapturedGraph:
+        made = self._recordings[key]
+        return CapturedGraph(key, made.nodes, made.nbytes, made.seconds, self._replays[key])
+
+
+def _recorder(backend: ArrayBackend, stream: Any) -> Recorder:
+    return CudaRecorder(stream) if backend.on_device else DirectRecorder()
