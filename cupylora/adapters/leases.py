@@ -44,6 +44,8 @@ class SlotLeases:
         self._names: list[str | None] = [None] * max_loras
         self._slot_of: dict[str, int] = {}
         self._last_step = np.zeros(max_loras, np.int64)
+        self._named_at = [(0, 0)] * max_loras
+        self._loads = 0
         self._reserved: set[int] = set()
         self._pinned: set[str] = set()
 
@@ -95,7 +97,8 @@ class SlotLeases:
         )
 
     def reserve(self, name: str, keep: Collection[str] = ()) -> Reservation:
-        """A slot for ``name``: free, else one still read, else that of the adapter unused longest.
+        """A slot for ``name``: free, else one still read, else that of the adapter whose last step,
+        or load if that came later, is longest ago.
 
         Adapters in ``keep`` and pinned ones, and the former version of ``name`` itself, stay.
         Raises CapacityError that names what is in the way.
@@ -113,7 +116,15 @@ class SlotLeases:
                 f"{', '.join(kept) or 'adapters being loaded'} must stay; unload or unpin one, or "
                 "make the runtime with more max_loras"
             )
-        slot = min(open_slots, key=lambda slot: (self.serving[slot], self._last_step[slot]))
+        over = self.fence.finished()
+        slot = min(
+            open_slots,
+            key=lambda slot: (
+                self.serving[slot],
+                self._last_step[slot] > over,
+                self._recency(slot),
+            ),
+        )
         displaced = self._names[slot]
         if displaced is not None:
             self._forget(displaced)
@@ -129,6 +140,8 @@ class SlotLeases:
         if name in self._slot_of:
             self._forget(name)
         self._reserved.remove(reservation.slot)
+        self._loads += 1
+        self._named_at[reservation.slot] = self.fence.enqueued, self._loads
         self._name(reservation.slot, name)
 
     def give_back(self, reservation: Reservation) -> None:
@@ -153,6 +166,12 @@ class SlotLeases:
                 f"{counted(len(distinct), 'adapter')} wanted in one batch{pinned}, but there are "
                 f"{counted(self.max_loras, 'slot')}: {', '.join(distinct)}"
             )
+
+    def _recency(self, slot: int) -> tuple[int, int, int]:
+        """Orders slots by the last step that read them; one loaded since counts as newer."""
+        steps, loads = self._named_at[slot]
+        last = int(self._last_step[slot])
+        return (last, 0, 0) if last > steps else (steps, 1, loads)
 
     def _name(self, slot: int, name: str) -> None:
         self._names[slot] = name
