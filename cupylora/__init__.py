@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from cupylora.adapters.loading import load_adapter
     from cupylora.adapters.slots import Arena, SlotTable
     from cupylora.backend import open_backend
+    from cupylora.compiler.loader import prepare
     from cupylora.errors import CupyloraError
+    from cupylora.graphs.buckets import DispatchOptions
+    from cupylora.graphs.manager import GraphOptions, Step
     from cupylora.layers.dense import DenseLora, dense_needs
     from cupylora.layers.moe import MoeLora, MoeWeights, moe_needs
     from cupylora.layers.plan import BatchPlan
     from cupylora.layers.workspace import Workspace
+    from cupylora.runtime import LoraRuntime
     from cupylora.shapes import LoraLimits, ModelShape, load_model
 
 __all__ = [
@@ -26,11 +30,15 @@ __all__ = [
     "BatchPlan",
     "CupyloraError",
     "DenseLora",
+    "DispatchOptions",
+    "GraphOptions",
     "LoraLimits",
+    "LoraRuntime",
     "ModelShape",
     "MoeLora",
     "MoeWeights",
     "SlotTable",
+    "Step",
     "Workspace",
     "__version__",
     "dense_needs",
@@ -38,6 +46,7 @@ __all__ = [
     "load_model",
     "moe_needs",
     "open_backend",
+    "prepare",
 ]
 
 __version__ = "0.1.0"
@@ -46,11 +55,15 @@ _HOMES = {
     "adapters.loading": ("load_adapter",),
     "adapters.slots": ("Arena", "SlotTable"),
     "backend": ("open_backend",),
+    "compiler.loader": ("prepare",),
     "errors": ("CupyloraError",),
+    "graphs.buckets": ("DispatchOptions",),
+    "graphs.manager": ("GraphOptions", "Step"),
     "layers.dense": ("DenseLora", "dense_needs"),
     "layers.moe": ("MoeLora", "MoeWeights", "moe_needs"),
     "layers.plan": ("BatchPlan",),
     "layers.workspace": ("Workspace",),
+    "runtime": ("LoraRuntime",),
     "shapes": ("LoraLimits", "ModelShape", "load_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -23,7 +23,7 @@ from cupylora import ops, reference
 from cupylora.compiler import kernel as kernels
 from cupylora.compiler.programs import find_program
 from cupylora.compiler.sources import read_sources
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.errors import ArgumentError, CapacityError, GraphError
 from cupylora.ops import _device
 from cupylora.resources import cuda_source_dir
 from cupylora.worklists import MAX_ROWS, ROW_MAJOR, SLOT_ENTRY, TILE_INTS, LoraSlice
@@ -114,6 +114,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     module.empty = lambda shape, dtype: fake(np.empty(shape, dtype))  # type: ignore[attr-defined]
     module.zeros = lambda shape, dtype: fake(np.zeros(shape, dtype))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(_device, "in_capture", lambda: False)
     for name, used in list(sys.modules.items()):
         if not name.startswith("cupylora.ops.") or used is _device:
             continue
@@ -128,6 +129,25 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         if hasattr(used, "shared_memory"):
             monkeypatch.setattr(used, "shared_memory", lambda: (227 * 1024, 228 * 1024))
     return made
+
+
+def test_nothing_is_allocated_inside_a_capture(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and scratch are the caller's there: what a pool gave it would take back."""
+    case = random_case(1, 9000, 1, 8, 4)  # too many rows for the route that needs no scratch
+    ids, slots = fake(case.topk_ids), fake(case.token_to_slot)
+    routing = ops.route(ids, slots, **case.sizes)
+    scratch = fake(np.empty(ops.route_workspace_bytes(9000, 8, 4), np.uint8))
+    launched = len(recorder.launched)
+    monkeypatch.setattr(_device, "in_capture", lambda: True)
+    with pytest.raises(GraphError, match=r"row_to_pair would be allocated while .* with out="):
+        ops.route(ids, slots, **case.sizes, workspace=scratch)
+    with pytest.raises(GraphError, match=r"the workspace would be allocated .* with workspace="):
+        ops.route(ids, slots, **case.sizes, out=routing)
+    assert len(recorder.launched) == launched
+    ops.route(ids, slots, **case.sizes, out=routing, workspace=scratch)
+    assert len(recorder.launched) > launched
 
 
 def _routing(case: RoutingCase) -> Any:

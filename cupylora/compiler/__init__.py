@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from cupylora.compiler.arch import ARCHITECTURES, arch_for, supports
 from cupylora.compiler.kernel import Kernel, Launch
-from cupylora.compiler.loader import load_kernel, warm
+from cupylora.compiler.loader import load_kernel, prepare
 from cupylora.compiler.programs import PROGRAMS, find_program
 from cupylora.compiler.sources import KernelProgram, instances
 
@@ -29,6 +29,6 @@ __all__ = [
     "find_program",
     "instances",
     "load_kernel",
+    "prepare",
     "supports",
-    "warm",
 ]

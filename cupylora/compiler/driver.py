@@ -19,6 +19,7 @@ __all__ = [
     "LaunchConfig",
     "check",
     "error_text",
+    "is_capturing",
     "library",
 ]
 
@@ -74,3 +75,16 @@ def error_text(status: int) -> str:
         if function(ctypes.c_int(status), ctypes.byref(text)) == 0 and text.value:
             parts.append(text.value.decode(errors="replace"))
     return f"{': '.join(parts) or 'unknown error'} (status {status})"
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is enqueued on the stream of handle ``stream`` becomes part of a graph.
+
+    The legacy default stream, handle 0, cannot be captured.
+    """
+    if stream == 0:
+        return False
+    state = ctypes.c_int()
+    status = library().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(state))
+    check(status, "asking whether a stream is being captured")
+    return state.value != 0

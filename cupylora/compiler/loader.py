@@ -1,23 +1,24 @@
 """Programs onto the current device: declaration -> cached cubin -> module -> :class:`Kernel`.
 
 A program is compiled and loaded at the first use of one of its kernels on a device and kept.
-Loading a module is not allowed while a stream is being captured: ``warm`` does it ahead.
+Loading a module is not allowed while a stream is being captured: ``prepare`` does it ahead.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from cupylora.compiler import driver
 from cupylora.compiler.arch import arch_for, supports
 from cupylora.compiler.cache import default_cache
 from cupylora.compiler.kernel import Kernel
 from cupylora.compiler.programs import PROGRAMS, find_program
 from cupylora.compiler.sources import KernelProgram
-from cupylora.errors import CompileError, DeviceUnavailableError
+from cupylora.errors import CompileError, DeviceUnavailableError, GraphError
 
-__all__ = ["load_kernel", "warm"]
+__all__ = ["load_kernel", "prepare"]
 
 _loaded: dict[tuple[int, str], Mapping[str, Kernel]] = {}
 _loading = threading.Lock()
@@ -38,13 +39,24 @@ def load_kernel(program: str, kernel: str) -> Kernel:
         ) from None
 
 
-def warm(programs: Iterable[str] | None = None) -> None:
-    """Compile and load programs (all that the current device supports, if none are named)."""
+def prepare(
+    programs: Iterable[str] | None = None,
+    progress: Callable[[str, int], object] | None = None,
+) -> None:
+    """Compile and load programs on the current device (all that it supports, if none are named).
+
+    After it, first calls load nothing, so that they can be captured into a graph. What was compiled
+    before comes from the cache. progress: told each program that is loaded, and how many are still
+    to come. Raises as ``load_kernel`` does.
+    """
     if programs is None:
         arch = arch_for(_capability())
         programs = [p.name for p in PROGRAMS if supports(arch, p.min_arch)]
-    for name in programs:
+    names = list(programs)
+    for index, name in enumerate(names):
         _kernels(name)
+        if progress is not None:
+            progress(name, len(names) - index - 1)
 
 
 def _kernels(name: str) -> Mapping[str, Kernel]:
@@ -53,11 +65,23 @@ def _kernels(name: str) -> Mapping[str, Kernel]:
     key = (cupy.cuda.runtime.getDevice(), name)
     kernels = _loaded.get(key)
     if kernels is None:
+        _require_no_capture(name)
         with _loading:
             if key not in _loaded:
                 _loaded[key] = _load(find_program(name))
             kernels = _loaded[key]
     return kernels
+
+
+def _require_no_capture(name: str) -> None:
+    """A module loaded now would void the capture that the host has under way."""
+    import cupy
+
+    if driver.is_capturing(cupy.cuda.get_current_stream().ptr):
+        raise GraphError(
+            f"kernel program {name!r} is not loaded yet, and the current stream is being captured; "
+            "call cupylora.prepare() before the capture, or make the same calls once without it"
+        )
 
 
 def _load(program: KernelProgram) -> Mapping[str, Kernel]:

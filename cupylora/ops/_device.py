@@ -15,10 +15,11 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from cupylora.checks import check_array, is_on_device
+from cupylora.compiler import driver
 from cupylora.compiler.kernel import Dim3, Kernel, Launch
 from cupylora.compiler.loader import load_kernel
 from cupylora.dtypes import dtype_name
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.errors import ArgumentError, CapacityError, GraphError
 from cupylora.worklists import Array, GemmProblems, Routing
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "current_device",
     "device_op",
     "enqueue",
+    "in_capture",
     "is_hopper",
     "kernel_dtype",
     "output",
@@ -81,9 +83,26 @@ def output(name: str, out: Any, shape: tuple[int, ...], dtype: Any, *, zero: boo
     if out is None:
         import cupy
 
+        _require_no_capture(name, f"{name.partition('.')[0]}=")
         return cupy.zeros(shape, dtype) if zero else cupy.empty(shape, dtype)
     check_array(name, out, dtype=np.dtype(dtype), shape=shape, writable=True, on_device=True)
     return out
+
+
+def in_capture() -> bool:
+    """Whether CuPy's current stream is being captured into a graph."""
+    import cupy
+
+    return driver.is_capturing(cupy.cuda.get_current_stream().ptr)
+
+
+def _require_no_capture(what: str, argument: str) -> None:
+    """New memory would go back to CuPy's pool with its last reference, but stay in the graph."""
+    if in_capture():
+        raise GraphError(
+            f"{what} would be allocated while the current stream is being captured; give memory of "
+            f"your own with {argument}"
+        )
 
 
 def workspace(given: Array | None, size: int, needed_by: str) -> Array:
@@ -91,6 +110,7 @@ def workspace(given: Array | None, size: int, needed_by: str) -> Array:
     if given is None:
         import cupy
 
+        _require_no_capture("the workspace", "workspace=")
         return cupy.empty(size, np.uint8)
     check_array("workspace", given, dtype=np.dtype(np.uint8), shape=(None,), on_device=True)
     if given.shape[0] < size:
