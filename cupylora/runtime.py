@@ -62,6 +62,8 @@ class LoraRuntime:
     device memory for weights. backend: "auto", "cuda", "numpy", or an ArrayBackend. graphs: how
     steps are served. stream: CuPy's, for all steps; left out: a new non-blocking one.
 
+    ``recorder.active()`` is the context in which work goes to the steps' stream.
+
     Loads may come from any thread while another steps; two loads wait for one another. Raises
     CapacityError where memory lacks, GraphError for the legacy default stream.
     """
@@ -78,25 +80,63 @@ class LoraRuntime:
         graphs: GraphOptions | None = None,
         stream: Any = None,
     ) -> None:
-        self.backend = backend if isinstance(backend, ArrayBackend) else open_backend(backend)
+        backend = backend if isinstance(backend, ArrayBackend) else open_backend(backend)
+        arena = Arena(arena_bytes, backend.xp)
+        table = SlotTable(model, limits, dtype, xp=backend.xp, arena=arena)
+        self._set_up(table, backend, max_tokens, graphs, stream)
+
+    @classmethod
+    def of_table(
+        cls,
+        table: SlotTable,
+        backend: ArrayBackend,
+        *,
+        max_tokens: int,
+        graphs: GraphOptions | None = None,
+        stream: Any = None,
+    ) -> LoraRuntime:
+        """A runtime over a table that exists, filled on the current stream.
+
+        What its slots hold serves by the adapters' names; from now on it is loaded through the
+        runtime only. Raises ArgumentError for two slots of one name, and as the constructor does.
+        """
+        check_type("table", table, SlotTable)
+        check_type("backend", backend, ArrayBackend)
+        made = cls.__new__(cls)
+        made._set_up(table, backend, max_tokens, graphs, stream)
+        for slot, info in enumerate(table.slots):
+            if info is not None:
+                made.leases.adopt(slot, info.name)
+        made._note_generations()
+        return made
+
+    def _set_up(
+        self,
+        table: SlotTable,
+        backend: ArrayBackend,
+        max_tokens: int,
+        graphs: GraphOptions | None,
+        stream: Any,
+    ) -> None:
+        backend.synchronize()  # what made the table went to the caller's stream, not to those below
+        self.table, self.backend = table, backend
         self.graph_options = GraphOptions() if graphs is None else graphs
         check_type("graphs", self.graph_options, GraphOptions)
-        self._recorder: Recorder
+        self.recorder: Recorder
         self._fence: StepFence
-        if self.backend.on_device:
-            self._recorder = CudaRecorder(stream)
-            self._fence = CudaFence(self._recorder.stream)
-            self._copies = self.backend.xp.cuda.Stream(non_blocking=True)
+        if backend.on_device:
+            self.recorder = CudaRecorder(stream)
+            self._fence = CudaFence(self.recorder.stream)
+            self._copies = backend.xp.cuda.Stream(non_blocking=True)
         else:
-            self._recorder, self._fence, self._copies = DirectRecorder(), DirectFence(), None
-        xp = self.backend.xp
-        with self._recorder.active():
-            arena = Arena(arena_bytes, xp)
-            self.table = SlotTable(model, limits, dtype, xp=xp, arena=arena)
-            self.buffers = StepBuffers(self.backend, max_tokens)
-        self.leases = SlotLeases(limits.max_loras, self._fence)
+            self.recorder, self._fence, self._copies = DirectRecorder(), DirectFence(), None
+        with self.recorder.active():
+            self.buffers = StepBuffers(backend, max_tokens)
+            backend.synchronize()
+        max_loras = table.limits.max_loras
+        self.leases = SlotLeases(max_loras, self._fence)
         self._graphs: StepGraphs | None = None
-        self._generations = np.zeros(limits.max_loras, np.int64)
+        self._generations = np.zeros(max_loras, np.int64)
         self._lock, self._loading = threading.RLock(), threading.RLock()
 
     # --- adapters ----------------------------------------------------------------------------
@@ -193,7 +233,7 @@ class LoraRuntime:
             yield
             written = self._copies.record()
         with self._lock:
-            self._recorder.stream.wait_event(written)
+            self.recorder.stream.wait_event(written)
 
     def _note_generations(self) -> None:
         """A new array, since steps before keep theirs."""
@@ -216,7 +256,7 @@ class LoraRuntime:
     ) -> Array:
         """A buffer that steps read or write, as ``StepBuffers.add``. Raises GraphError once
         something was captured."""
-        with self._lock, self._recorder.active():
+        with self._lock, self.recorder.active():
             return self.buffers.add(name, shape, dtype, layers=layers, pad=pad)
 
     def set_step(self, function: StepFunction) -> None:
@@ -230,7 +270,7 @@ class LoraRuntime:
                 self.buffers,
                 max_loras=self.table.limits.max_loras,
                 options=self.graph_options,
-                recorder=self._recorder,
+                recorder=self.recorder,
             )
 
     @property

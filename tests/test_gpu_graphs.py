@@ -1,5 +1,5 @@
-"""What only a device shows of graphs: captures by hosts, memory that comes and goes between replays,
-threads, and what the driver says."""
+"""What only a device shows of graphs: captures by hosts, memory that comes and goes between
+replays, threads, and what the driver says."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_util import BACKENDS
+from backend_util import BACKENDS, make_table
 from runtime_util import MAX_RANK, MODEL, Harness, Inputs, adapter
 
 from cupylora.adapters.factors import Adapter
@@ -216,6 +216,21 @@ def test_a_directory_is_loaded() -> None:
     for call in (lambda: runtime.graphs, lambda: runtime.step(np.zeros(1, np.int32))):
         with pytest.raises(ArgumentError, match=r"no step function yet; call set_step first"):
             call()
+
+
+def test_a_table_that_exists_is_taken_over(backend: ArrayBackend) -> None:
+    table = make_table(
+        backend, MODEL, {0: adapter(0), 2: adapter(2)}, "bfloat16", max_rank=MAX_RANK
+    )
+    runtime = LoraRuntime.of_table(table, backend, max_tokens=16, graphs=OPTIONS)
+    assert runtime.loaded == {"adapter-0": 0, "adapter-2": 2}
+    assert runtime.table is table
+    runtime.unload("adapter-2")
+    assert runtime.load("other", adapter(1)) == 1
+    assert runtime.slots_of(["other", "adapter-0", None]).tolist() == [1, 0, -1]
+    twice = make_table(backend, MODEL, {1: adapter(0), 3: adapter(0)}, "bfloat16")
+    with pytest.raises(ArgumentError, match=r"adapter 'adapter-0' is in slots 1 and 3"):
+        LoraRuntime.of_table(twice, backend, max_tokens=16, graphs=OPTIONS)
 
 
 @pytest.mark.parametrize("steps", [60, pytest.param(2000, marks=pytest.mark.slow)])

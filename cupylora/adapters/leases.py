@@ -135,6 +135,16 @@ class SlotLeases:
         """Until no step reads ``slot``."""
         self.fence.wait(int(self._last_step[slot]))
 
+    def adopt(self, slot: int, name: str) -> None:
+        """``name`` serves from a free slot that holds it already. Raises ArgumentError if it serves
+        from another."""
+        if name in self._slot_of:
+            raise ArgumentError(
+                f"adapter {name!r} is in slots {self._slot_of[name]} and {slot}; load it under two "
+                "names"
+            )
+        self._name(slot, name)
+
     def publish(self, reservation: Reservation, name: str) -> None:
         """``name`` serves from the reserved slot; a former version of it no longer does."""
         if name in self._slot_of:

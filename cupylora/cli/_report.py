@@ -16,6 +16,7 @@ from rich.table import Table
 from cupylora import __version__
 from cupylora.cli._check import Finding
 from cupylora.cli._measure import Memory, Timing, floor_bytes
+from cupylora.cli._serve import Served
 from cupylora.cli._setup import RunSetup
 from cupylora.device import probe
 from cupylora.text import byte_size, counted, shown
@@ -31,8 +32,12 @@ def make_record(
     memory: Memory,
     bandwidth: float | None,
     findings: Sequence[Finding] | None,
+    served: Served | None = None,
 ) -> Record:
     """Everything a run found, as JSON values. ``passed`` is None where nothing was compared."""
+    verdicts = [] if findings is None else [f.passed for f in findings]
+    if served is not None and served.differing is not None:
+        verdicts.append(served.differing == 0)
     return {
         "cupylora": __version__,
         "options": asdict(setup.options),
@@ -45,7 +50,33 @@ def make_record(
         "copy_bytes_per_second": bandwidth,
         "memory": asdict(memory),
         "check": None if findings is None else [_finding(f) for f in findings],
-        "passed": None if findings is None else all(f.passed for f in findings),
+        "serving": None if served is None else _serving(served),
+        "passed": all(verdicts) if verdicts else None,
+    }
+
+
+def _serving(served: Served) -> Record:
+    counts, host = served.counts, served.host_seconds
+    median, high = (float(np.quantile(host, q)) if len(host) else 0.0 for q in (0.5, 0.9))
+    return {
+        "graphs": len(served.graphs),
+        "graph_nodes": sum(graph.nodes for graph in served.graphs),
+        "graph_bytes": sum(graph.nbytes for graph in served.graphs),
+        "capture_seconds": served.capture_seconds,
+        "steps": len(host),
+        "tokens": served.tokens,
+        "host_seconds": {"median": median, "p90": high},
+        "hits": [
+            {"tokens": key.num_tokens, "active_loras": key.num_active_loras, "steps": steps}
+            for key, steps in sorted(
+                counts.hits.items(), key=lambda hit: (hit[0].num_tokens, hit[0].num_active_loras)
+            )
+        ],
+        "eager": dict(counts.eager),
+        "padding_share": counts.padding_share,
+        "loads": served.loads,
+        "unloads": served.unloads,
+        "differing_steps": served.differing,
     }
 
 
@@ -140,6 +171,9 @@ def print_record(record: Record, console: Console) -> None:
         _memory_table(record),
     ):
         _print(table, console)
+    if record["serving"] is not None:
+        _print(_hit_table(record["serving"]), console)
+        console.print(_serving_lines(record), highlight=False)
     if record["check"] is None:
         console.print("not checked (--no-check)")
         return
@@ -159,6 +193,10 @@ def _print(table: Table, console: Console) -> None:
 def _verdict(record: Record) -> str:
     compared = [c for c in record["check"] if c["passed"] is not None]
     failed = [c for c in compared if not c["passed"]]
+    if not failed and not record["passed"]:
+        return (
+            "steps through graphs differ from eager ones; the other comparisons keep their bounds"
+        )
     if not failed:
         bare = all(rows["tokens"] == 0 for rows in record["rows"][1:])
         rest = "; no row had an adapter, so no delta was compared" if bare else ""
@@ -258,6 +296,41 @@ def _memory_table(record: Record) -> Table:
         table.add_section()
         table.add_row("device memory beyond weights", byte_size(memory["beyond_weights"]))
     return table
+
+
+def _hit_table(serving: Record) -> Table:
+    """Steps by the graph that served them, and those that ran eagerly by reason."""
+    table = _table("Steps by graph", "tokens", "adapters, up to", "steps")
+    for hit in serving["hits"]:
+        table.add_row(str(hit["tokens"]), str(hit["active_loras"]), str(hit["steps"]))
+    if serving["eager"]:
+        table.add_section()
+    for reason, steps in serving["eager"].items():
+        table.add_row("eager", reason, str(steps))
+    return table
+
+
+def _serving_lines(record: Record) -> str:
+    serving, host = record["serving"], record["serving"]["host_seconds"]
+    on_device = record["device"]["backend"] == "cuda"
+    if on_device:
+        captured = (
+            f"{counted(serving['graphs'], 'graph')} captured in "
+            f"{_time(serving['capture_seconds'])}, {counted(serving['graph_nodes'], 'node')}, "
+            f"{byte_size(serving['graph_bytes'])}"
+        )
+    else:
+        captured = f"{counted(serving['graphs'], 'key')}, without graphs on numpy"
+    work = "host" if on_device else "in"
+    compared = {None: "not compared with eager steps", 0: "every step has the bits of an eager one"}
+    differing = serving["differing_steps"]
+    return (
+        f"{captured}; {counted(serving['steps'], 'step')} of {serving['tokens']} tokens, "
+        f"{serving['padding_share']:.0%} padding; {work} {_time(host['median'])} a step "
+        f"(90 %: {_time(host['p90'])}); {counted(serving['loads'], 'load')}, "
+        f"{counted(serving['unloads'], 'unload')}; "
+        + compared.get(differing, f"{differing} steps DIFFER from eager ones")
+    )
 
 
 def _check_table(record: Record) -> Table:

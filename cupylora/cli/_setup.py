@@ -5,7 +5,7 @@ In: RunOptions. Out: a RunSetup: backend, adapters in their slots, stack and bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import BLOCK_ALIGNMENT, Arena, SlotTable, adapter_bytes
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.cli._room import require_adapter_room
+from cupylora.cli._trace import TraceStep, read_trace
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.layers.batch import StackBatch, make_batch, mixed_slots
@@ -32,6 +33,7 @@ _OTHER_PASSES = 5
 _LONG_READS = 10**10
 """Weights and factors, counted once a pass, that take a CPU about half a minute."""
 _RANK_STEP = 16
+_TRACE_SLOTS = 16
 
 Say = Callable[[str], None]
 """Told what is being done now."""
@@ -54,11 +56,19 @@ class RunOptions:
     backend: str = "auto"
     max_loras: int | None = None
     lora_only: bool = False
+    graphs: bool = False
+    specialize_active_loras: bool = False
+    buckets: str | None = None
+    trace: str | None = None
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Everything a run works with. adapters: the one in each slot, cut to the stack's layers."""
+    """Everything a run works with.
+
+    adapters: the one in each slot, cut to the stack's layers. known: those and all others that the
+    trace names. trace: the steps to replay, if any.
+    """
 
     options: RunOptions
     backend: ArrayBackend
@@ -67,6 +77,8 @@ class RunSetup:
     table: SlotTable
     stack: LayerStack
     batch: StackBatch
+    known: Mapping[str, Adapter]
+    trace: tuple[TraceStep, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -82,31 +94,35 @@ def prepare_run(options: RunOptions, say: Say, note: Say = lambda _: None) -> Ru
     """
     backend = open_backend(options.backend)
     dtype = resolve_dtype(options.dtype)
-    wanted = _wanted(options)
+    trace = () if options.trace is None else tuple(read_trace(Path(options.trace)))
+    wanted = _wanted(options, trace)
     whole = load_model(options.model)
     model = whole if options.layers is None else _cut(whole, options.layers)
     base_bytes = 0 if options.lora_only else base_weight_bytes(model, dtype)
     if base_bytes:
         require_base_room(model, dtype, backend)
     folders = (folder for _, folder in wanted.named)
-    require_adapter_room(backend, model, folders, wanted.ranks, dtype.itemsize, base_bytes)
-    adapters = _adapters(wanted, options, whole, model, say)
+    ranks = [rank for _, rank in wanted.synthetic]
+    require_adapter_room(backend, model, folders, ranks, dtype.itemsize, base_bytes)
+    known = _adapters(wanted, options, whole, model, say)
+    adapters = known[: _max_loras(options, known, trace)]
     if not backend.on_device and (hint := _long_run(options, model, adapters)):
         note(hint)
     say("loading adapters into slots")
-    table = _load(adapters, options, model, dtype, backend)
+    table = _load(known, options, model, dtype, backend, trace)
     given = options.lora_only or model.moe is None
     say("preparing layers" if given else "making base weights")
     stack = LayerStack(
         table,
         backend,
-        max_tokens=options.tokens,
+        max_tokens=max([options.tokens, *(step.num_tokens for step in trace)]),
         lora_only=options.lora_only,
         seed=options.seed,
     )
     slots = mixed_slots(options.tokens, len(adapters), options.base_share, options.seed)
     batch = make_batch(model, backend, slots, dtype=dtype, seed=options.seed)
-    return RunSetup(options, backend, model, adapters, table, stack, batch)
+    by_name = {adapter.name: adapter for adapter in known}
+    return RunSetup(options, backend, model, adapters, table, stack, batch, by_name, trace)
 
 
 def _cut(model: ModelShape, layers: int) -> ModelShape:
@@ -136,17 +152,20 @@ def _long_run(options: RunOptions, model: ModelShape, adapters: Sequence[Adapter
 
 @dataclass(frozen=True)
 class _Wanted:
-    """named: (name, directory) of adapters in files. ranks: of the synthetic ones, one each."""
+    """named: (name, directory) of adapters in files. synthetic: (name, rank) of random ones."""
 
     named: tuple[tuple[str, str], ...]
-    ranks: tuple[int, ...]
+    synthetic: tuple[tuple[str, int], ...]
 
 
-def _wanted(options: RunOptions) -> _Wanted:
-    """Which adapters are asked for. Raises ArgumentError if they have not a slot each."""
+def _wanted(options: RunOptions, trace: Sequence[TraceStep]) -> _Wanted:
+    """Which adapters are asked for: the options', and random ones of the trace's other names.
+
+    Raises ArgumentError if they have not a slot each, but for a trace, which loads them in turn.
+    """
     named = [_named(text) for text in options.adapters]
     synthetic = options.synthetic
-    if not named and synthetic is None:
+    if not named and synthetic is None and not trace:
         if options.model == _DEMO_MODEL:
             named = [(path.name, str(path)) for path in sorted((data_dir() / "demo").iterdir())]
         else:
@@ -158,10 +177,22 @@ def _wanted(options: RunOptions) -> _Wanted:
                 f"--adapter {path}: the name {name!r} is given twice; name one of them otherwise "
                 "with NAME=DIR"
             )
-    count = len(named) + (synthetic or 0)
-    if options.max_loras is not None and count > options.max_loras:
+    ranks = _ranks(options.ranks)
+    random = [f"synthetic-{n}-r{ranks[n % len(ranks)]}" for n in range(synthetic or 0)]
+    if trace:
+        used = dict.fromkeys(name for step in trace for name in (*step.load, *step.names))
+        random += [name for name in used if name not in {*names, *random}]
+    else:
+        _check_slots(len(named) + len(random), options.max_loras)
+    chosen = ((name, ranks[number % len(ranks)]) for number, name in enumerate(random))
+    return _Wanted(tuple(named), tuple(chosen))
+
+
+def _check_slots(count: int, max_loras: int | None) -> None:
+    """``count`` adapters have a slot each."""
+    if max_loras is not None and count > max_loras:
         raise ArgumentError(
-            f"{counted(count, 'adapter')} do not fit --max-loras {options.max_loras}; raise it or "
+            f"{counted(count, 'adapter')} do not fit --max-loras {max_loras}; raise it or "
             "give fewer adapters"
         )
     if count > MAX_LORAS:
@@ -169,9 +200,13 @@ def _wanted(options: RunOptions) -> _Wanted:
             f"{counted(count, 'adapter')} do not fit the {MAX_LORAS} slots that a table can have; "
             "give fewer adapters"
         )
-    ranks = _ranks(options.ranks)
-    chosen = (ranks[number % len(ranks)] for number in range(synthetic or 0))
-    return _Wanted(tuple(named), tuple(chosen))
+
+
+def _max_loras(options: RunOptions, known: Sequence[Adapter], trace: Sequence[TraceStep]) -> int:
+    """Slots: as said, else one an adapter, but for a trace no more than a server would have."""
+    if options.max_loras is not None:
+        return options.max_loras
+    return max(1, min(len(known), _TRACE_SLOTS) if trace else len(known))
 
 
 def _adapters(
@@ -185,18 +220,11 @@ def _adapters(
     for name, path in wanted.named:
         say(f"reading adapter {shown(name)}")
         adapters.append(read_adapter(path, whole, name=name).with_layers(model.layers))
-    if wanted.ranks:
-        say(f"making {counted(len(wanted.ranks), 'synthetic adapter')}")
-    for number, rank in enumerate(wanted.ranks):
-        adapters.append(
-            synthetic_adapter(
-                model,
-                rank,
-                options.seed + number,
-                resolve_dtype(options.dtype),
-                name=f"synthetic-{number}-r{rank}",
-            )
-        )
+    if wanted.synthetic:
+        say(f"making {counted(len(wanted.synthetic), 'synthetic adapter')}")
+    dtype = resolve_dtype(options.dtype)
+    for number, (name, rank) in enumerate(wanted.synthetic):
+        adapters.append(synthetic_adapter(model, rank, options.seed + number, dtype, name=name))
     return tuple(adapters)
 
 
@@ -222,27 +250,32 @@ def _ranks(text: str) -> list[int]:
 
 
 def _load(
-    adapters: Sequence[Adapter],
+    known: Sequence[Adapter],
     options: RunOptions,
     model: ModelShape,
     dtype: Any,
     backend: ArrayBackend,
+    trace: Sequence[TraceStep],
 ) -> SlotTable:
-    """A table just large enough, with the adapters in slots 0, 1, ..."""
-    max_loras = max(1, len(adapters)) if options.max_loras is None else options.max_loras
-    largest = max((adapter.max_rank for adapter in adapters), default=1)
+    """A table just large enough, with the first adapters in slots 0, 1, ...
+
+    For a trace there is room for any adapters in all slots, and one to come before one goes.
+    """
+    max_loras = _max_loras(options, known, trace)
+    largest = max((adapter.max_rank for adapter in known), default=1)
     max_rank = -(-largest // _RANK_STEP) * _RANK_STEP
-    size = sum(adapter_bytes(adapter, dtype.itemsize) for adapter in adapters)
+    sizes = sorted((adapter_bytes(adapter, dtype.itemsize) for adapter in known), reverse=True)
+    size = (max_loras + 1) * sizes[0] if trace and sizes else sum(sizes)
     base = 0 if options.lora_only else base_weight_bytes(model, dtype)
     require_room(
         backend,
         base + size,
-        counted(len(adapters), "adapter") + (" and the base expert weights" if base else ""),
+        counted(len(known), "adapter") + (" and the base expert weights" if base else ""),
         f"use {'--lora-only, ' if base else ''}fewer layers, fewer adapters or smaller ranks",
     )
     arena = Arena(max(size, BLOCK_ALIGNMENT), backend.xp)
     limits = LoraLimits(max_loras=max_loras, max_rank=min(max_rank, MAX_RANK))
     table = SlotTable(model, limits, dtype, xp=backend.xp, arena=arena)
-    for slot, adapter in enumerate(adapters):
+    for slot, adapter in enumerate(known[:max_loras]):
         table.load(slot, adapter)
     return table

@@ -1,7 +1,7 @@
 """``cupylora run``: a mixed batch of adapters through a model's layers, timed and checked.
 
 Options → ``_setup`` (adapters, slots, stack, batch) → ``_measure`` (timed steps) → ``_check``
-(float64 oracle) → ``_report`` (tables, JSON).
+(float64 oracle) → ``_serve`` (graphs, traces) → ``_report`` (tables, JSON).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cupylora.cli._console import OutputConsole
 from cupylora.cli._measure import copy_bandwidth, memory, time_steps
 from cupylora.cli._progress import open_reporter
 from cupylora.cli._report import Record, make_record, print_record
+from cupylora.cli._serve import serve
 from cupylora.cli._setup import RunOptions, Say, prepare_run
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
@@ -86,6 +87,30 @@ class _Integer(click.IntRange):
     help="Adapter slots.  [default: one per adapter]",
 )
 @click.option("--lora-only", is_flag=True, help="No base expert weights: their outputs are given.")
+@click.option(
+    "--graphs/--no-graphs",
+    default=False,
+    show_default=True,
+    help="Serve the steps from captured CUDA graphs too (on numpy: the same dispatch, no graphs).",
+)
+@click.option(
+    "--specialize-active-loras/--no-specialize-active-loras",
+    default=False,
+    show_default=True,
+    help="A graph for each power of two of active adapters, not one for any number.",
+)
+@click.option(
+    "--buckets",
+    metavar="T[,T...]",
+    help="Tokens that graphs are captured for.  [default: 1, 2, 4, 8, 16, 24, ... 512]",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Replay traffic (JSON Lines; see tools/make_trace.py) through graphs; adapters that it "
+    "names and --adapter does not give are random ones. Implies --graphs.",
+)
 @click.option("--check/--no-check", default=True, help="Compare with a float64 oracle (default).")
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a record."
@@ -127,8 +152,11 @@ def _run(options: RunOptions, check: bool) -> Record:
                 timing.output,
                 _Counter(report.detail, done),
             )
+        served = None  # after the check, since a trace moves adapters to other slots
+        if options.graphs or options.trace is not None:
+            served = serve(setup, check, report.phase, report.detail)
         bandwidth = copy_bandwidth(setup.backend)
-    return make_record(setup, timing, held, bandwidth, findings)
+    return make_record(setup, timing, held, bandwidth, findings, served)
 
 
 class _Counter:

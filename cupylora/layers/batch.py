@@ -20,20 +20,19 @@ from cupylora.ops.fill_uniform import fill_uniform
 from cupylora.shapes import ModelShape, MoeShape
 from cupylora.worklists import Array
 
-__all__ = ["StackBatch", "make_batch", "mixed_slots"]
+__all__ = ["StackBatch", "StackInputs", "make_batch", "mixed_slots"]
 
 _Y_SCALE = 0.5
 _SEED_STEP = 1_000_003
 
 
 @dataclass(frozen=True)
-class StackBatch:
-    """One batch for every layer of a stack.
+class StackInputs:
+    """What every layer of a stack reads and writes, on its backend.
 
     x: [T, H], the first layer's input. dense_x, dense_y: per dense group its input [T, in] and the
     base outputs [T, sum of widths] that deltas are added to, the same arrays in every layer.
     token_to_slot: int32 [T]. topk_ids, topk_weights: per layer int32 and float32 [T, k].
-    slots, ids, weights: the last three on the host, ids and weights [layers, T, k].
     """
 
     x: Array
@@ -42,15 +41,24 @@ class StackBatch:
     token_to_slot: Array
     topk_ids: tuple[Array, ...]
     topk_weights: tuple[Array, ...]
-    slots: npt.NDArray[np.int32]
-    ids: npt.NDArray[np.int32]
-    weights: npt.NDArray[np.float32]
-    seed: int
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return len(self.slots)
+        return int(self.token_to_slot.shape[0])
+
+
+@dataclass(frozen=True)
+class StackBatch(StackInputs):
+    """One batch made from ``seed``, and its routes on the host.
+
+    slots: int32 [T]. ids, weights: [layers, T, k].
+    """
+
+    slots: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    seed: int
 
     @property
     def nbytes(self) -> int:

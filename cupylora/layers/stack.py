@@ -3,7 +3,7 @@
 A layer is: deltas of the dense groups (q/k/v, o; in a model without experts gate/up and down too)
 onto given base outputs, no attention; then, if the model has experts, the MoE block with its
 residual, ``x + moe(x)``, the next layer's x. In: a SlotTable with adapters in
-it and a StackBatch. Out: the last layer's x. Base expert weights are seeded random numbers; without
+it and StackInputs. Out: the last layer's x. Base expert weights are seeded random numbers; without
 them (``lora_only``) the projections' base outputs are seeded random numbers.
 """
 
@@ -17,7 +17,7 @@ from cupylora.adapters.slots import SlotTable
 from cupylora.backend import ArrayBackend, Lap, total_bytes
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError, CapacityError
-from cupylora.layers.batch import StackBatch
+from cupylora.layers.batch import StackInputs
 from cupylora.layers.dense import DenseLora, dense_needs
 from cupylora.layers.moe import STAGES, MoeLora, MoeWeights, moe_needs
 from cupylora.layers.plan import BatchPlan
@@ -128,7 +128,7 @@ class LayerStack:
         )
 
     def step(
-        self, batch: StackBatch, lap: Lap | None = None, *, active: int | None = None
+        self, batch: StackInputs, lap: Lap | None = None, *, active: int | None = None
     ) -> Array:
         """All layers once; returns the last layer's x [T, H], valid until the next step.
 
@@ -149,7 +149,7 @@ class LayerStack:
                 x = self.moe_block(layer, batch, x, residual=x, out=out, active=active, lap=lap)
         return x
 
-    def begin(self, batch: StackBatch, active: int | None = None) -> None:
+    def begin(self, batch: StackInputs, active: int | None = None) -> None:
         """Make the work lists that all dense groups of all layers share."""
         if batch.num_tokens > self.max_tokens or len(batch.topk_ids) != self.model.layers:
             raise ArgumentError(
@@ -159,7 +159,7 @@ class LayerStack:
             )
         self.dense_plan.update(batch.token_to_slot, active=active)
 
-    def add_dense(self, layer: int, group: int, batch: StackBatch) -> None:
+    def add_dense(self, layer: int, group: int, batch: StackInputs) -> None:
         """Add one dense group's deltas to ``batch.dense_y[group]``; ``begin`` comes first."""
         x, y = batch.dense_x[group], batch.dense_y[group]
         self.dense[layer][group].add(x, y, self.dense_plan)
@@ -167,7 +167,7 @@ class LayerStack:
     def moe_block(
         self,
         layer: int,
-        batch: StackBatch,
+        batch: StackInputs,
         x: Array,
         *,
         residual: Array | None,
