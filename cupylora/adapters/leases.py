@@ -41,6 +41,7 @@ class SlotLeases:
         self.fence = fence
         self.serving = np.zeros(max_loras, np.bool_)
         """Which slots are named."""
+        self._vacant = ~self.serving
         self._names: list[str | None] = [None] * max_loras
         self._slot_of: dict[str, int] = {}
         self._last_step = np.zeros(max_loras, np.int64)
@@ -72,9 +73,8 @@ class SlotLeases:
 
     def require_serving(self, used: npt.NDArray[np.bool_]) -> None:
         """Raise ArgumentError if a slot where ``used`` is set has no adapter."""
-        missing = used & ~self.serving
-        if missing.any():
-            slots = np.flatnonzero(missing).tolist()
+        if used.dot(self._vacant):  # of booleans: whether any place is set in both
+            slots = np.flatnonzero(used & self._vacant).tolist()
             raise ArgumentError(
                 f"no adapter serves from slot {', '.join(map(str, slots))}; load one first, or use "
                 "-1 for rows of no adapter"
@@ -186,9 +186,9 @@ class SlotLeases:
     def _name(self, slot: int, name: str) -> None:
         self._names[slot] = name
         self._slot_of[name] = slot
-        self.serving[slot] = True
+        self.serving[slot], self._vacant[slot] = True, False
 
     def _forget(self, name: str) -> None:
         slot = self._slot_of.pop(name)
         self._names[slot] = None
-        self.serving[slot] = False
+        self.serving[slot], self._vacant[slot] = False, True

@@ -149,7 +149,18 @@ class DispatchCounts:
 
 _Exact = tuple[int, int | None, bool]
 """Of a key that is not relaxed: bucket, num_reqs, uniform."""
-_Table = list[list[BatchKey | None]]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A key, and how often it was taken: counted here, since hashing a key costs as much as the
+    look-up."""
+
+    key: BatchKey
+    hits: int = 0
+
+
+_Table = list[list[_Choice | None]]
 
 
 class Dispatcher:
@@ -171,6 +182,7 @@ class Dispatcher:
         self._relaxed: set[BatchKey] = set()
         self._exact: dict[_Exact, list[int]] = {}
         self._table: _Table = []
+        self._choices: dict[BatchKey, _Choice] = {}
         self.reset_counts()
 
     @property
@@ -251,19 +263,19 @@ class Dispatcher:
             self.count_eager("more tokens than any bucket" if num_tokens else "no tokens")
             return None
         bucket = self._bucket_of[num_tokens]
-        key = None
+        choice = None
         if self._exact and (num_reqs is not None or uniform):
-            key = self._find_exact(bucket, num_active_loras, num_reqs, uniform)
-        if key is None:
+            choice = self._find_exact(bucket, num_active_loras, num_reqs, uniform)
+        if choice is None:
             table = self._table or self._make_table()
-            key = table[bucket][self._case_of[num_active_loras]]
-        if key is None:
+            choice = table[bucket][self._case_of[num_active_loras]]
+        if choice is None:
             self.count_eager("no graph")
             return None
-        self._hits[key] = self._hits.get(key, 0) + 1
+        choice.hits += 1
         self._tokens += num_tokens
-        self._padding += key.num_tokens - num_tokens
-        return key
+        self._padding += choice.key.num_tokens - num_tokens
+        return choice.key
 
     def count_eager(self, reason: EagerReason) -> None:
         """A batch was served eagerly without being dispatched."""
@@ -271,11 +283,13 @@ class Dispatcher:
 
     def counts(self) -> DispatchCounts:
         """What has been chosen since the start or the last ``reset_counts``."""
-        return DispatchCounts(dict(self._hits), dict(self._eager), self._tokens, self._padding)
+        hits = {key: choice.hits for key, choice in self._choices.items() if choice.hits}
+        return DispatchCounts(hits, dict(self._eager), self._tokens, self._padding)
 
     def reset_counts(self) -> None:
         """Begin to count anew."""
-        self._hits: dict[BatchKey, int] = {}
+        for choice in self._choices.values():
+            choice.hits = 0
         self._eager: dict[EagerReason, int] = {}
         self._tokens = self._padding = 0
 
@@ -283,24 +297,30 @@ class Dispatcher:
         """The smallest case that covers ``bucket`` groups, or the largest there is."""
         return self.cases[self._case_of[min(bucket, self.cases[-1])]]
 
+    def _choice(self, key: BatchKey) -> _Choice:
+        return self._choices.setdefault(key, _Choice(key))
+
     def _find_exact(
         self, bucket: int, active: int, num_reqs: int | None, uniform: bool
-    ) -> BatchKey | None:
+    ) -> _Choice | None:
         tokens = self.buckets[bucket]
         cases = self._exact.get((tokens, num_reqs, uniform), [])
         at = bisect_left(cases, active)
-        return None if at == len(cases) else BatchKey(tokens, num_reqs, uniform, cases[at])
+        if at == len(cases):
+            return None
+        return self._choice(BatchKey(tokens, num_reqs, uniform, cases[at]))
 
     def _make_table(self) -> _Table:
         """Per bucket and case the captured key to take: that one, else the next larger case of the
         bucket, else what the next larger bucket takes."""
-        larger: list[BatchKey | None] = [None] * len(self.cases)
+        larger: list[_Choice | None] = [None] * len(self.cases)
         table = []
         for bucket in reversed(self.buckets):
-            row, above = list(larger), None
+            row = list(larger)
+            above: _Choice | None = None
             for index in reversed(range(len(self.cases))):
                 key = BatchKey(bucket, num_active_loras=self.cases[index])
-                above = key if key in self._relaxed else above
+                above = self._choice(key) if key in self._relaxed else above
                 row[index] = above or larger[index]
             table.append(row)
             larger = row

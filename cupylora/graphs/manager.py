@@ -105,6 +105,12 @@ class CapturedGraph:
     replays: int
 
 
+@dataclass(slots=True)
+class _Graph:
+    recording: Recording
+    replays: int = 0
+
+
 class StepGraphs:
     """Serves steps of ``function`` over ``buffers``.
 
@@ -138,27 +144,26 @@ class StepGraphs:
         self._reader = SlotReader(buffers.max_tokens, max_loras)
         slots = buffers.views(buffers.max_tokens)[SLOTS]
         self._staging = make_staging(buffers.backend, slots, self.recorder.stream)
-        self._recordings: dict[BatchKey, Recording] = {}
-        self._replays: dict[BatchKey, int] = {}
+        self._graphs: dict[BatchKey, _Graph] = {}
         self._refused: set[BatchKey] = set()
         self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
         """Device memory that the graphs took."""
-        return sum(recording.nbytes for recording in self._recordings.values())
+        return sum(graph.recording.nbytes for graph in self._graphs.values())
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
         """The graphs there are, in the order of capture."""
-        return tuple(self._captured(key) for key in self._recordings)
+        return tuple(self._captured(key) for key in self._graphs)
 
     def recording(self, key: BatchKey) -> Recording:
         """The graph of ``key``, to look into it. Raises GraphError if there is none."""
-        found = self._recordings.get(key)
+        found = self._graphs.get(key)
         if found is None:
             raise GraphError(f"{key} has no graph")
-        return found
+        return found.recording
 
     def counts(self) -> DispatchCounts:
         """Which keys served how many batches, what ran eagerly and why."""
@@ -181,7 +186,7 @@ class StepGraphs:
             raise GraphError("graphs are off (GraphOptions(enabled=False)); nothing to capture")
         wanted = self.dispatcher.all_keys() if keys is None else tuple(keys)
         with self._lock:
-            missing = [key for key in wanted if key not in self._recordings]
+            missing = [key for key in wanted if key not in self._graphs]
             made = []
             for index, key in enumerate(missing):
                 if not self._capture_key(key):
@@ -195,7 +200,7 @@ class StepGraphs:
         """Drop all graphs once their replays are over; buffers may grow again."""
         with self._lock:
             self._wait()
-            for key in tuple(self._recordings):
+            for key in tuple(self._graphs):
                 self._drop(key)
             self._refused.clear()
             self.buffers.unseal()
@@ -228,15 +233,16 @@ class StepGraphs:
             return StepResult(None, tokens, groups)
         if self.options.lazy:
             ideal = self.dispatcher.ideal(tokens, groups)
-            if ideal is not None and ideal not in self._recordings and ideal not in self._refused:
+            if ideal is not None and ideal not in self._graphs and ideal not in self._refused:
                 return self._first_of(ideal, batch)
         key = self.dispatcher.dispatch(tokens, groups, num_reqs=num_reqs, uniform=uniform)
         if key is None:
             self._eager(batch, tokens, groups)
         else:
             self._stage(batch.slots, key.num_tokens)
-            self._recordings[key].launch()
-            self._replays[key] += 1
+            graph = self._graphs[key]
+            graph.recording.launch()
+            graph.replays += 1
         return StepResult(key, tokens, groups)
 
     def _stage(self, slots: HostSlots, rows: int) -> None:
@@ -277,7 +283,7 @@ class StepGraphs:
             recording.destroy()
             self._refused.add(key)
             return False
-        self._recordings[key], self._replays[key] = recording, 0
+        self._graphs[key] = _Graph(recording)
         self.dispatcher.add(key)
         return True
 
@@ -289,21 +295,21 @@ class StepGraphs:
         if drop and nbytes <= budget < self.nbytes + nbytes:
             self._wait()
             while budget < self.nbytes + nbytes:
-                self._drop(min(self._recordings, key=lambda key: self._replays[key]))
+                self._drop(min(self._graphs, key=lambda key: self._graphs[key].replays))
         return self.nbytes + nbytes <= budget
 
     def _drop(self, key: BatchKey) -> None:
         self.dispatcher.remove(key)
-        self._recordings.pop(key).destroy()
-        del self._replays[key]
+        self._graphs.pop(key).recording.destroy()
 
     def _wait(self) -> None:
         with self.recorder.active():
             self.buffers.backend.synchronize()
 
     def _captured(self, key: BatchKey) -> CapturedGraph:
-        made = self._recordings[key]
-        return CapturedGraph(key, made.nodes, made.nbytes, made.seconds, self._replays[key])
+        graph = self._graphs[key]
+        made = graph.recording
+        return CapturedGraph(key, made.nodes, made.nbytes, made.seconds, graph.replays)
 
 
 def _recorder(backend: ArrayBackend, stream: Any) -> Recorder:

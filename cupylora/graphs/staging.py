@@ -55,6 +55,7 @@ class SlotReader:
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
         self.max_loras = check_max_loras(max_loras)
         self._slots = np.empty(max_tokens, np.int32)
+        self._index = np.empty(max_tokens, np.intp)  # what indexing takes without a conversion
         # Behind the slots a place for all numbers that are none, and last, where -1 points, one
         # for rows of no adapter.
         self._seen = np.zeros(max_loras + 2, np.bool_)
@@ -68,19 +69,21 @@ class SlotReader:
     def read(self, token_to_slot: Any) -> BatchSlots:
         """What a batch holds. Raises ArgumentError naming the first token whose slot does not
         exist, or what kind of array is needed; CapacityError for more than max_tokens tokens."""
-        name = "token_to_slot"
-        check_array(name, token_to_slot, dtype=INT32, shape=(None,), on_device=False)
+        if not _is_host_slots(token_to_slot):
+            name = "token_to_slot"
+            check_array(name, token_to_slot, dtype=INT32, shape=(None,), on_device=False)
         tokens = len(token_to_slot)
         if tokens > self.max_tokens:
             raise CapacityError(
                 f"token_to_slot has {counted(tokens, 'token')}; there is room for {self.max_tokens}"
             )
         slots = self._slots[:tokens]
+        index = self._index[:tokens]
         np.maximum(token_to_slot, -1, out=slots)
-        np.minimum(slots, self.max_loras, out=slots)
+        np.minimum(slots, self.max_loras, out=index)
         seen = self._seen
         seen.fill(False)
-        seen[slots] = True
+        seen[index] = True
         if seen[self.max_loras]:
             self._fail(token_to_slot)
         adapters = int(np.count_nonzero(self._used))
@@ -92,6 +95,16 @@ class SlotReader:
             f"token_to_slot[{token}] is {slots[token]}; the runtime has slots 0 to "
             f"{self.max_loras - 1} (negative: no adapter)"
         )
+
+
+def _is_host_slots(value: Any) -> bool:
+    """What ``check_array`` would accept, told in a fraction of its time."""
+    return (
+        type(value) is np.ndarray
+        and value.ndim == 1
+        and value.dtype == INT32
+        and value.flags.c_contiguous
+    )
 
 
 class SlotStaging(Protocol):
