@@ -313,11 +313,13 @@ class LoraRuntime:
             self.backend.check_status()
             batch = graphs.read(token_to_slot)
             self.leases.require_serving(batch.used)
-            made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
             number = 0
-            if made.num_tokens:
-                number = self._fence.submit()
-                self.leases.use(batch.used, number)
+            try:
+                made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
+            finally:  # also where it failed halfway: what was enqueued reads these slots
+                if batch.num_tokens:
+                    number = self._fence.submit()
+                    self.leases.use(batch.used, number)
             return RuntimeStep(number, made.key, made.num_tokens, made.groups, self._generations)
 
     def step_requests(

@@ -16,7 +16,7 @@ from cupylora.adapters.factors import Adapter
 from cupylora.backend import ArrayBackend, NumpyBackend, open_backend
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.graphs.buckets import DispatchOptions
-from cupylora.graphs.manager import GraphOptions
+from cupylora.graphs.manager import GraphOptions, Step
 from cupylora.resources import data_dir
 from cupylora.runtime import LoraRuntime
 from cupylora.shapes import LoraLimits, load_model
@@ -178,6 +178,29 @@ def test_steps_know_the_generation_of_every_slot(backend: ArrayBackend) -> None:
     assert second.key == first.key
     made.runtime.synchronize(first.number)
     made.runtime.synchronize()
+
+
+def test_a_step_that_fails_halfway_still_holds_its_slots(backend: ArrayBackend) -> None:
+    made = harness(backend, "a0")
+    work = made.step_function
+
+    def failing(step: Step) -> None:
+        work(step)
+        raise KeyError("host")
+
+    made.runtime.release_graphs()
+    made.runtime.set_step(failing)
+    inputs = batch(made, "a0")
+    made.write(inputs)
+    with pytest.raises(KeyError):
+        made.runtime.step(inputs.slots)
+    made.runtime.unload("a0")
+    waited: list[int] = []
+    wait = made.runtime.leases.fence.wait
+    made.runtime.leases.fence.wait = lambda step: (waited.append(step), wait(step))[1]  # type: ignore[method-assign]
+    for seed in range(4):
+        made.runtime.load(f"n{seed}", adapter(seed))
+    assert 1 in waited  # slot 0 was written only after the step that failed
 
 
 def test_requests_in_a_row(backend: ArrayBackend) -> None:

@@ -219,6 +219,42 @@ def test_a_capture_that_fails_halfway_is_named(backend: ArrayBackend) -> None:
     made.check(Inputs.random(5, np.zeros(5), 0))
 
 
+def test_the_first_capture_fails_and_buffers_may_still_be_added() -> None:
+    class Failing(DirectRecorder):
+        def record(self, work: Callable[[], object], what: str) -> Recording:
+            raise GraphError(f"capture of {what} failed")
+
+    graphs = budgeted(Failing())
+    with pytest.raises(GraphError, match=r"capture of BatchKey\(num_tokens=16.* failed"):
+        graphs.capture()
+    graphs.buffers.add("more", (1,), np.int32)
+    assert graphs.step(np.zeros(3, np.int32)).key is None
+
+
+def test_a_key_of_requests_is_captured_and_served(backend: ArrayBackend) -> None:
+    made = harness(backend, OPTIONS["specialised"])
+    decode = BatchKey(8, num_reqs=8, uniform=True, num_active_loras=2)
+    seen: list[Any] = []
+    work = made.step_function
+
+    def watched(step: Step) -> None:
+        seen.append((step.num_reqs, step.uniform))
+        work(step)
+
+    made.runtime.release_graphs()
+    made.runtime.set_step(watched)
+    made.runtime.graphs.capture([decode])
+    assert set(seen) == {(8, True)}
+    inputs = Inputs.random(8, np.resize([0, 1], 8), 0)
+    expected = made.expected(inputs)[0]
+    made.write(inputs)
+    assert made.runtime.step(inputs.slots, num_reqs=8, uniform=True).key == decode
+    assert made.read("y", 8).tobytes() == expected.tobytes()
+    assert made.runtime.step(inputs.slots).key is None
+    with pytest.raises(ArgumentError, match=r"is not of the token buckets"):
+        made.runtime.graphs.capture([BatchKey(3)])
+
+
 # --- memory budget, with recordings that say what they take ------------------------------------
 
 

@@ -220,12 +220,20 @@ class Dispatcher:
             return False
         return key in self._relaxed or key.num_active_loras in self._exact.get(_exact(key), ())
 
+    def check_key(self, key: BatchKey) -> None:
+        """Raise ArgumentError unless ``key`` is of these buckets and cases."""
+        check_type("key", key, BatchKey)
+        if key.num_tokens not in self.buckets or key.num_active_loras not in self.cases:
+            raise ArgumentError(
+                f"{key} is not of the token buckets {_some(self.buckets)} and cases {self.cases}"
+            )
+
     def add(self, key: BatchKey) -> None:
         """``key`` has a graph now. Raises ArgumentError if it is none of these buckets and cases.
 
         A key with ``num_reqs`` or ``uniform`` serves batches of just those.
         """
-        self._check_key(key)
+        self.check_key(key)
         if key == key.relaxed():
             self._relaxed.add(key)
             self._table = []
@@ -335,13 +343,6 @@ class Dispatcher:
             raise ArgumentError(
                 f"num_active_loras is {active}; a batch of {counted(num_tokens, 'token')} in "
                 f"{counted(self.max_loras, 'slot')} has 0 to {min(num_tokens, self.max_loras + 1)}"
-            )
-
-    def _check_key(self, key: BatchKey) -> None:
-        check_type("key", key, BatchKey)
-        if key.num_tokens not in self.buckets or key.num_active_loras not in self.cases:
-            raise ArgumentError(
-                f"{key} is not of the token buckets {_some(self.buckets)} and cases {self.cases}"
             )
 
 

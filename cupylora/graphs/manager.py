@@ -61,11 +61,14 @@ class Step:
 
     views: the buffers' first ``num_tokens`` rows, padding included. active: most groups of rows
     that the batch has, for ``BatchPlan.update``; 0: no adapter at all, so that no LoRA work is
-    needed.
+    needed. num_reqs, uniform: as in ``BatchKey``; None and False in a relaxed key's graph, which
+    must serve any.
     """
 
     views: StepViews
     active: int
+    num_reqs: int | None = None
+    uniform: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -177,14 +180,19 @@ class StepGraphs:
         """Capture ``keys`` that have no graph yet, all of the dispatcher's by default.
 
         Most tokens first. progress: told each graph, and how many are still to come. Returns the
-        new graphs; where the memory budget is reached, what does not fit is left out.
+        new graphs; where the memory budget is reached, what does not fit is left out. The step
+        function is called on padding rows alone: buffers with a ``pad`` hold it afterwards, so
+        write a batch after this.
 
-        Raises GraphError where a capture fails and whatever the step function raises; the graphs
-        captured before stay, and steps go on.
+        Raises ArgumentError for a key that the options do not have, GraphError where a capture
+        fails and whatever the step function raises; the graphs captured before stay, and steps go
+        on.
         """
         if not self.options.enabled:
             raise GraphError("graphs are off (GraphOptions(enabled=False)); nothing to capture")
         wanted = self.dispatcher.all_keys() if keys is None else tuple(keys)
+        for key in wanted:
+            self.dispatcher.check_key(key)
         with self._lock:
             missing = [key for key in wanted if key not in self._graphs]
             made = []
@@ -229,7 +237,7 @@ class StepGraphs:
         """``step`` for a batch already read. The caller keeps other steps out."""
         tokens, groups = batch.num_tokens, batch.groups
         if not self.options.enabled:
-            self._eager(batch, tokens, groups)
+            self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
             return StepResult(None, tokens, groups)
         if self.options.lazy:
             ideal = self.dispatcher.ideal(tokens, groups)
@@ -237,7 +245,7 @@ class StepGraphs:
                 return self._first_of(ideal, batch)
         key = self.dispatcher.dispatch(tokens, groups, num_reqs=num_reqs, uniform=uniform)
         if key is None:
-            self._eager(batch, tokens, groups)
+            self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
         else:
             self._stage(batch.slots, key.num_tokens)
             graph = self._graphs[key]
@@ -249,19 +257,20 @@ class StepGraphs:
         self.buffers.pad(len(slots), rows, self.recorder.handle)
         self._staging.send(slots, rows)
 
-    def _eager(self, batch: BatchSlots, rows: int, active: int) -> None:
-        if rows:
-            self._stage(batch.slots, rows)
-            self._call(rows, active)
+    def _eager(self, batch: BatchSlots, key: BatchKey) -> None:
+        if batch.num_tokens:
+            self._stage(batch.slots, key.num_tokens)
+            self._call(key)
 
-    def _call(self, num_tokens: int, active: int) -> None:
+    def _call(self, key: BatchKey) -> None:
+        views = self.buffers.views(key.num_tokens)
         with self.recorder.active():
-            self._function(Step(self.buffers.views(num_tokens), active))
+            self._function(Step(views, key.num_active_loras, key.num_reqs, key.uniform))
 
     def _first_of(self, key: BatchKey, batch: BatchSlots) -> StepResult:
         """Run a batch as its key's graph would, eagerly, and capture that for the next one."""
         self.dispatcher.count_eager("captured by it")
-        self._eager(batch, key.num_tokens, key.num_active_loras)
+        self._eager(batch, key)
         self._record(key, drop=self.options.over_budget == "drop")
         return StepResult(None, batch.num_tokens, batch.groups)
 
@@ -271,14 +280,18 @@ class StepGraphs:
         That call loads modules, makes views and measures occupancy, none of which a capture may do.
         """
         self._stage(self._reader.no_slots, key.num_tokens)
-        self._call(key.num_tokens, key.num_active_loras)
+        self._call(key)
         return self._record(key, drop=False)
 
     def _record(self, key: BatchKey, *, drop: bool) -> bool:
         """Capture what has run eagerly before. drop: others, where the budget asks for room."""
-        tokens, active = key.num_tokens, key.num_active_loras
         self.buffers.seal()
-        recording = self.recorder.record(lambda: self._call(tokens, active), str(key))
+        try:
+            recording = self.recorder.record(lambda: self._call(key), str(key))
+        except BaseException:
+            if not self._graphs:
+                self.buffers.unseal()
+            raise
         if not self._fit(recording.nbytes, drop):
             recording.destroy()
             self._refused.add(key)
