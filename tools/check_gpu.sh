@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# What only a GPU shows, for a kernel developer: `tools/check_gpu.sh PART OUT`, from a checkout.
+#   tests       compiles all kernels, then runs the GPU tests; fails if none ran
+#   sanitizers  memcheck, racecheck and synccheck over small tests of the fused LoRA kernels
+#   times       tools/measure.py and tools/measure_graphs.py
+#   bench       cupylora bench over dense and expert points; beside the peers if PEERS is set
+# Logs go to OUT; a short summary is printed. WORKERS: processes at a time (default 8).
+set -uo pipefail
+part=${1:?tests, sanitizers, times or bench} out=${2:?a folder for logs}
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+export PYTHONPATH="$PWD:$PWD/tools" WORKERS="${WORKERS:-8}"
+pytest=(python3 -m pytest -m gpu --require-gpu -q -p no:cacheprovider)
+
+compile_all() {
+  for share in $(seq 0 $((WORKERS - 1))); do
+    SHARE=$share python3 - <<'P' &
+import os
+
+from cupylora import prepare
+from cupylora.compiler.programs import PROGRAMS
+
+names = [program.name for program in PROGRAMS]
+prepare(names[int(os.environ["SHARE"]) :: int(os.environ["WORKERS"])])
+P
+  done
+  wait
+}
+
+sanitize() {
+  local tool=$1 chosen=$2
+  timeout "${SANITIZER_SECONDS:-240}" compute-sanitizer --tool "$tool" --report-api-errors no \
+    --target-processes all --error-exitcode 9 "${pytest[@]}" tests/test_gpu_lora_fused.py \
+    -k "$chosen" >"$out/$tool.txt" 2>&1
+  echo "$tool: exit code $? ($(grep -c "ERROR SUMMARY: 0 errors" "$out/$tool.txt") clean summaries)"
+}
+
+case $part in
+  tests)
+    compile_all
+    "${pytest[@]}" -n "$WORKERS" tests >"$out/tests.txt" 2>&1
+    code=$?
+    tail -n 25 "$out/tests.txt"
+    exit $code
+    ;;
+  sanitizers)
+    compile_all
+    sanitize memcheck "row_maps or hostile or shapes_that_sizes" &
+    sanitize racecheck shapes_that_sizes &
+    sanitize synccheck "shapes_that_sizes or row_maps" &
+    wait
+    ;;
+  times)
+    compile_all
+    python3 tools/measure.py 2>&1 | tee "$out/measure.txt"
+    python3 tools/measure_graphs.py 2>&1 | tee "$out/measure_graphs.txt"
+    ;;
+  bench)
+    compile_all
+    python3 -c 'from cupylora.cli import main; main()' bench --suite "${SUITES:-dense,moe}" \
+      --json "$out/bench.json" ${PEERS:+--peers "$PEERS"} 2>&1 | tee "$out/bench.txt"
+    ;;
+  *)
+    echo "unknown part $part" >&2
+    exit 2
+    ;;
+esac
