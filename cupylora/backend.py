@@ -74,6 +74,11 @@ class ArrayBackend(ABC):
         """Set all bytes of a C-contiguous array to zero."""
 
     @abstractmethod
+    def copy(self, target: Array, source: Array) -> None:
+        """Make a C-contiguous array's content that of another one here, of equal dtype and shape,
+        in stream order."""
+
+    @abstractmethod
     def address(self, array: Array) -> int:
         """Address of an array's first element."""
 
@@ -120,6 +125,10 @@ class NumpyBackend(ArrayBackend):
     def clear(self, array: Array) -> None:
         """Set every element to zero."""
         array.fill(0)
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy all elements."""
+        target[...] = source
 
     def address(self, array: Array) -> int:
         """Address of an array's first element."""
@@ -188,6 +197,11 @@ class CudaBackend(ArrayBackend):
         """Set every byte to zero on the current stream."""
         if array.size:
             array.data.memset_async(0, array.nbytes)
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy all bytes on the current stream, with no kernel, whatever the dtype."""
+        if source.size:
+            target.data.copy_from_device_async(source.data, source.nbytes)
 
     def address(self, array: Array) -> int:
         """Address of an array's first element."""

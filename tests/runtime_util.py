@@ -125,8 +125,8 @@ class Harness:
         with self.on_stream():
             for name in ("x", "y", "ids", "weights"):
                 rows = getattr(inputs, name)
-                if len(rows):
-                    self.buffers[name][: len(rows)] = self.backend.asarray(rows)
+                target = self.buffers[name][: len(rows)]
+                self.backend.copy(target, self.backend.asarray(rows))
 
     def on_stream(self) -> Any:
         return self.runtime.graphs.recorder.active()

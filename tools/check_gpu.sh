@@ -3,7 +3,7 @@
 #   tests       compiles all kernels, then runs the GPU tests; fails if none ran
 #   sanitizers  memcheck, racecheck and synccheck over small tests of the fused LoRA kernels
 #   times       tools/measure.py and tools/measure_graphs.py
-#   bench       cupylora bench over dense and expert points; beside the peers if PEERS is set
+#   bench       cupylora bench over SUITE (default all); beside the peers if PEERS is set
 # Logs go to OUT; a short summary is printed. WORKERS: processes at a time (default 8).
 set -uo pipefail
 part=${1:?tests, sanitizers, times or bench} out=${2:?a folder for logs}
@@ -57,7 +57,7 @@ case $part in
     ;;
   bench)
     compile_all
-    python3 -c 'from cupylora.cli import main; main()' bench --suite "${SUITES:-dense,moe}" \
+    python3 -c 'from cupylora.cli import main; main()' bench --suite "${SUITE:-all}" \
       --json "$out/bench.json" ${PEERS:+--peers "$PEERS"} 2>&1 | tee "$out/bench.txt"
     ;;
   *)

@@ -108,7 +108,8 @@ def fill_routes(runtime: LoraRuntime, model: ModelShape, tokens: int) -> None:
     with runtime.recorder.active():
         views = runtime.buffers.views(tokens)
         for layer in range(model.layers):
-            views["ids"][layer][...] = runtime.backend.asarray(np.ascontiguousarray(ids[layer]))
+            rows = runtime.backend.asarray(np.ascontiguousarray(ids[layer]))
+            runtime.backend.copy(views["ids"][layer], rows)
 
 
 # --- host ----------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class _Server:
             topk_ids=tuple(step["topk_ids"][layer] for layer in layers),
             topk_weights=tuple(step["topk_weights"][layer] for layer in layers),
         )
-        step["out"][...] = self.stack.step(inputs, active=step.active)
+        self.backend.copy(step["out"], self.stack.step(inputs, active=step.active))
 
     def _add_buffers(self, rows: StackBatch) -> None:
         add, dtype, layers = self.runtime.add_buffer, self.stack.dtype, len(rows.topk_ids)
@@ -159,13 +159,14 @@ class _Server:
             return
         views, rows = self.runtime.buffers.views(tokens), self.rows
         with self._on_stream():
-            views["x"][...] = rows.x[:tokens]
+            copy = self.backend.copy
+            copy(views["x"], rows.x[:tokens])
             for name in _LAYERED:
                 for layer, array in enumerate(getattr(rows, name)):
-                    views[name][layer][...] = array[:tokens]
+                    copy(views[name][layer], array[:tokens])
             for kind in ("dense_x", "dense_y"):
                 for group, array in enumerate(getattr(rows, kind)):
-                    views[f"{kind}{group}"][...] = array[:tokens]
+                    copy(views[f"{kind}{group}"], array[:tokens])
 
     def _eagerly(self, slots: npt.NDArray[np.int32]) -> bytes:
         """Outputs of an eager step on copies, which knows nothing of buckets and cases."""
