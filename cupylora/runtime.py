@@ -1,20 +1,22 @@
 """``LoraRuntime``: adapters in slots, buffers, and steps through graphs, tied together.
 
-    load(name, adapter) --> a slot that no step reads --> name serves from it at the next step
+    load(name, adapter) --> room, then a slot that no step reads --> name serves at the next step
     step function (host's, over buffers) --> capture() --> step(token_to_slot): replay or eager
 
 The parts do the work: ``SlotTable`` holds weights, ``SlotLeases`` says who serves from where,
 ``StepGraphs`` captures and replays. What is here is their order in time: a load writes on a stream
-of its own into a slot that no step under way reads, the steps' stream waits for that write, then
-the name moves. A step checks its slots, enqueues, and notes which slots it reads.
+of its own into room that is free, then switches a slot that no step under way reads, the steps'
+stream waits for that, then the name moves. A step checks its slots, enqueues, and notes which slots
+it reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,22 @@ import numpy.typing as npt
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.leases import SlotLeases
 from cupylora.adapters.peft import read_adapter
-from cupylora.adapters.slots import Arena, SlotTable
+from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
 from cupylora.backend import ArrayBackend, open_backend
-from cupylora.checks import check_array, check_int, check_type
-from cupylora.errors import ArgumentError, GraphError
+from cupylora.checks import INT32, check_array, check_int, check_type
+from cupylora.errors import ArgumentError, CapacityError, GraphError
 from cupylora.graphs.buckets import BatchKey, DispatchCounts
 from cupylora.graphs.buffers import Pad, StepBuffers
-from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder
+from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
 from cupylora.graphs.fence import CudaFence, DirectFence, StepFence
 from cupylora.graphs.manager import CapturedGraph, GraphOptions, StepFunction, StepGraphs
 from cupylora.shapes import LoraLimits, ModelShape
+from cupylora.text import counted
 from cupylora.worklists import Array
 
 __all__ = ["LoraRuntime", "RuntimeStep"]
+
+Generations = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +49,29 @@ class RuntimeStep:
     """One step that was enqueued.
 
     number: counted from 1; 0 for a batch of no tokens. key: of the graph replayed; None: eager.
-    num_tokens: without padding. groups: as ``count_active_loras`` counts. generations: int64
-    [max_loras], the load that each slot held when the step was enqueued; 0: none.
+    num_tokens: without padding. groups: as ``count_active_loras`` counts. generations: as
+    ``LoraRuntime.generations`` when the step was enqueued.
     """
 
     number: int
     key: BatchKey | None
     num_tokens: int
     groups: int
-    generations: npt.NDArray[np.int64]
+    generations: Generations
 
 
 class LoraRuntime:
     """Adapters and steps of one model on one device.
 
     model, limits, dtype: as of a SlotTable. max_tokens: rows of the largest step. arena_bytes:
-    device memory for weights. backend: "auto", "cuda", "numpy", or an ArrayBackend. graphs: how
-    steps are served. stream: CuPy's, for all steps; left out: a new non-blocking one.
-
-    ``recorder.active()`` is the context in which work goes to the steps' stream.
+    device memory for weights; a new version, or an adapter that takes another's slot, is written
+    before the old one goes, so leave room for one adapter more than slots. backend: "auto", "cuda",
+    "numpy", or an ArrayBackend. graphs: how steps are served. stream: CuPy's, for all steps; left
+    out: a new non-blocking one, which waits for no other: write buffers inside ``on_stream()``.
 
     Loads may come from any thread while another steps; two loads wait for one another. Raises
-    CapacityError where memory lacks, GraphError for the legacy default stream.
+    ArgumentError for options that do not fit, CapacityError where memory lacks, GraphError for the
+    legacy default stream.
     """
 
     def __init__(
@@ -81,9 +87,11 @@ class LoraRuntime:
         stream: Any = None,
     ) -> None:
         backend = backend if isinstance(backend, ArrayBackend) else open_backend(backend)
-        arena = Arena(arena_bytes, backend.xp)
-        table = SlotTable(model, limits, dtype, xp=backend.xp, arena=arena)
-        self._set_up(table, backend, max_tokens, graphs, stream)
+        self._begin(backend, max_tokens, graphs, stream)
+        with self.on_stream():  # so that memory goes back to the steps' part of CuPy's pool
+            arena = Arena(arena_bytes, backend.xp)
+            table = SlotTable(model, limits, dtype, xp=backend.xp, arena=arena)
+        self._finish(table)
 
     @classmethod
     def of_table(
@@ -103,41 +111,47 @@ class LoraRuntime:
         check_type("table", table, SlotTable)
         check_type("backend", backend, ArrayBackend)
         made = cls.__new__(cls)
-        made._set_up(table, backend, max_tokens, graphs, stream)
+        made._begin(backend, max_tokens, graphs, stream)
+        made._finish(table)
         for slot, info in enumerate(table.slots):
             if info is not None:
                 made.leases.adopt(slot, info.name)
         made._note_generations()
         return made
 
-    def _set_up(
-        self,
-        table: SlotTable,
-        backend: ArrayBackend,
-        max_tokens: int,
-        graphs: GraphOptions | None,
-        stream: Any,
+    def _begin(
+        self, backend: ArrayBackend, max_tokens: int, graphs: GraphOptions | None, stream: Any
     ) -> None:
-        backend.synchronize()  # what made the table went to the caller's stream, not to those below
-        self.table, self.backend = table, backend
+        self.backend = backend
         self.graph_options = GraphOptions() if graphs is None else graphs
         check_type("graphs", self.graph_options, GraphOptions)
+        self.graph_options.dispatch.buckets(max_tokens)
         self.recorder: Recorder
         self._fence: StepFence
         if backend.on_device:
             self.recorder = CudaRecorder(stream)
             self._fence = CudaFence(self.recorder.stream)
             self._copies = backend.xp.cuda.Stream(non_blocking=True)
+        elif stream is not None:
+            raise ArgumentError("a stream was given, but the numpy backend has none; leave it out")
         else:
             self.recorder, self._fence, self._copies = DirectRecorder(), DirectFence(), None
-        with self.recorder.active():
+        backend.synchronize()  # what the caller enqueued went to the caller's stream
+        with self.on_stream():
             self.buffers = StepBuffers(backend, max_tokens)
-            backend.synchronize()
-        max_loras = table.limits.max_loras
-        self.leases = SlotLeases(max_loras, self._fence)
+
+    def _finish(self, table: SlotTable) -> None:
+        with self.on_stream():
+            self.backend.synchronize()
+        self.table = table
+        self.leases = SlotLeases(table.limits.max_loras, self._fence)
         self._graphs: StepGraphs | None = None
-        self._generations = np.zeros(max_loras, np.int64)
+        self._note_generations()
         self._lock, self._loading = threading.RLock(), threading.RLock()
+        self._inside = False
+        # Memory must not go back to CuPy's pool while work in flight uses it.
+        self._close = weakref.finalize(self, _wait_for_all, self._fence)
+        self._close.atexit = False
 
     # --- adapters ----------------------------------------------------------------------------
 
@@ -147,6 +161,12 @@ class LoraRuntime:
         with self._lock:
             names = self.leases.names
         return {name: slot for slot, name in enumerate(names) if name is not None}
+
+    @property
+    def generations(self) -> Generations:
+        """int64 [max_loras], read-only: the load that each slot holds, 0 for none; no two loads of
+        a table have the same number. A new array at every change."""
+        return self._generations
 
     def load(
         self,
@@ -164,55 +184,96 @@ class LoraRuntime:
         until the new one is in place. pin: whether its slot may be taken by other loads; None: as
         it was, no at first. Returns the slot.
 
-        Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot;
-        what served before goes on serving then.
+        Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot or
+        no room; what served before goes on serving then.
         """
-        check_type("name", name, str)
-        with self._loading:
+        _check_name(name)
+        for kept in _check_names("keep", keep):
+            _check_name(kept)
+        if pin is not None:
+            check_type("pin", pin, bool)
+        self._refuse_inside("load")
+        with self._loading, self.recorder.on_device():
             if not isinstance(adapter, Adapter):
                 adapter = read_adapter(adapter, self.table.model, name=name)
-            adapter.check(self.table.model, self.table.limits)
-            with self._lock:
-                place = self.leases.reserve(name, keep)
+            stored = self._store(replace(adapter, name=name))
             try:
-                self._write(place.slot, adapter)
-            except BaseException:
-                with self._lock:
-                    self.leases.give_back(place)
+                return self._place(name, stored, keep, pin)
+            finally:
+                if stored.offsets is not None:
+                    self.table.discard(stored)
+
+    def unload(self, name: str) -> None:
+        """``name`` serves no more from the next step on. Its slot and room are taken again once
+        the steps that read them are over. Raises ArgumentError if it is not loaded."""
+        _check_name(name)
+        self._refuse_inside("unload")
+        with self._lock:
+            self.leases.drop(name)
+            self._note_generations()
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an adapter's slot from being taken by other loads, or no longer. Raises
+        ArgumentError if it is not loaded."""
+        _check_name(name)
+        check_type("pinned", pinned, bool)
+        with self._lock:
+            self.leases.pin(name, pinned)
+
+    def slots_of(self, names: Sequence[str | None]) -> npt.NDArray[np.int32]:
+        """Slot of each name, -1 for None, for a ``token_to_slot`` or a request's tokens.
+
+        They hold until the next load or unload. Where another thread may load in between, give
+        ``step`` the ``generations`` seen before, pin the adapters, or use ``step_names``.
+        Raises CapacityError, naming them, for more adapters than can serve together, ArgumentError
+        for one that is not loaded.
+        """
+        _check_names("names", names)
+        with self._lock:
+            wanted = [_check_name(name) for name in names if name is not None]
+            self.leases.check_room(wanted)
+            slots = (-1 if name is None else self.leases.require(name) for name in names)
+            return np.fromiter(slots, np.int32, len(names))
+
+    def _store(self, adapter: Adapter) -> StoredAdapter:
+        """Write to free room, that of adapters that serve no more included: once the steps that
+        read them are over, if there is no other."""
+        self._evict_free()
+        try:
+            with self._copying():
+                return self.table.store(adapter)
+        except CapacityError:
+            with self._lock:
+                reading = self.leases.unnamed_steps()
+            if not reading:
                 raise
+            self._fence.wait(max(reading))
+        self._evict_free()
+        with self._copying():
+            return self.table.store(adapter)
+
+    def _place(
+        self, name: str, stored: StoredAdapter, keep: Sequence[str], pin: bool | None
+    ) -> int:
+        """Switch a slot that no step reads to what was stored, and the name to the slot."""
+        with self._lock:
+            place = self.leases.reserve(name, keep)
+        try:
+            self.leases.wait(place.slot)
+            with self._copying():
+                self.table.place(place.slot, stored)
             with self._lock:
                 self.leases.publish(place, name)
                 if pin is not None:
                     self.leases.pin(name, pin)
                 self._note_generations()
+        finally:
+            with self._lock:
+                if self.leases.is_open(place):
+                    untouched = stored.offsets is not None
+                    (self.leases.give_back if untouched else self.leases.abandon)(place)
+                    self._note_generations()
         return place.slot
-
-    def unload(self, name: str) -> None:
-        """``name`` serves no more from the next step on. Its slot and room are taken again once
-        the steps that read them are over. Raises ArgumentError if it is not loaded."""
-        with self._loading, self._lock:
-            self.leases.drop(name)
-            self._note_generations()
-
-    def slots_of(self, names: Sequence[str | None]) -> npt.NDArray[np.int32]:
-        """Slot of each name, -1 for None, for a ``token_to_slot`` or a request's tokens.
-
-        Raises CapacityError, naming them, for more adapters than can serve together, ArgumentError
-        for one that is not loaded.
-        """
-        with self._lock:
-            wanted = [name for name in names if name is not None]
-            self.leases.check_room(wanted)
-            slots = (-1 if name is None else self.leases.require(name) for name in names)
-            return np.fromiter(slots, np.int32, len(names))
-
-    def _write(self, slot: int, adapter: Adapter) -> None:
-        """Weights and table rows of ``slot``, which no step reads when this begins; the steps that
-        are enqueued when this has returned read the new ones."""
-        self._evict_free()
-        self.leases.wait(slot)
-        with self._copying():
-            self.table.load(slot, adapter)
 
     def _evict_free(self) -> None:
         """Give the room of adapters that serve no more back to the arena."""
@@ -232,18 +293,21 @@ class LoraRuntime:
         with self._copies:
             yield
             written = self._copies.record()
-        with self._lock:
+        with self._lock:  # the steps' stream may be in a capture, which must not wait
             self.recorder.stream.wait_event(written)
 
     def _note_generations(self) -> None:
         """A new array, since steps before keep theirs."""
         slots = zip(self.table.slots, self.leases.serving, strict=True)
-        self._generations = np.array(
-            [info.generation if info is not None and serves else 0 for info, serves in slots],
-            np.int64,
-        )
+        found = [info.generation if info is not None and serves else 0 for info, serves in slots]
+        self._generations = np.array(found, np.int64)
+        self._generations.flags.writeable = False
 
     # --- steps -------------------------------------------------------------------------------
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the steps' stream is CuPy's current one: for what fills and reads buffers."""
+        return self.recorder.active()
 
     def add_buffer(
         self,
@@ -256,98 +320,202 @@ class LoraRuntime:
     ) -> Array:
         """A buffer that steps read or write, as ``StepBuffers.add``. Raises GraphError once
         something was captured."""
-        with self._lock, self.recorder.active():
+        with self._lock, self.on_stream():
             return self.buffers.add(name, shape, dtype, layers=layers, pad=pad)
 
     def set_step(self, function: StepFunction) -> None:
-        """What a step does; see ``cupylora.graphs.manager``. Raises GraphError while graphs of a
-        former function exist."""
+        """What a step does; see ``cupylora.graphs.manager``.
+
+        Waits for what the current stream has to do, such as making the layers that the function
+        uses. Raises ArgumentError for what is no function, GraphError while graphs of a former one
+        exist.
+        """
+        self._refuse_inside("set_step")
         with self._lock:
-            if self._graphs is not None and self._graphs.graphs:
+            if self.captured:
                 raise GraphError("graphs of the former step function exist; release_graphs() first")
+            self.backend.synchronize()
+            self._fence.wait(self._fence.enqueued)  # they read the former one's pinned memory
             self._graphs = StepGraphs(
                 function,
                 self.buffers,
                 max_loras=self.table.limits.max_loras,
                 options=self.graph_options,
                 recorder=self.recorder,
+                lock=self._lock,
             )
 
     @property
-    def graphs(self) -> StepGraphs:
-        """Captured graphs and their counts. Raises ArgumentError before ``set_step``."""
-        if self._graphs is None:
-            raise ArgumentError("there is no step function yet; call set_step first")
-        return self._graphs
+    def captured(self) -> tuple[CapturedGraph, ...]:
+        """The graphs there are, in the order of capture."""
+        return () if self._graphs is None else self._graphs.graphs
+
+    def recording(self, key: BatchKey) -> Recording:
+        """The graph of ``key``, to look into it. Raises GraphError if there is none."""
+        return self._require_graphs().recording(key)
 
     def capture(
-        self, progress: Callable[[CapturedGraph, int], object] | None = None
+        self,
+        keys: Sequence[BatchKey] | None = None,
+        progress: Callable[[CapturedGraph, int], object] | None = None,
     ) -> tuple[CapturedGraph, ...]:
-        """Capture every key of buckets and cases; as ``StepGraphs.capture``."""
-        with self._lock:
-            return self.graphs.capture(progress=progress)
+        """Capture ``keys``, or every key of buckets and cases; as ``StepGraphs.capture``."""
+        if progress is not None and not callable(progress):
+            raise ArgumentError(f"progress is a {type(progress).__name__}; a function is needed")
+        with self._entering("capture"):
+            return self._require_graphs().capture(keys, progress)
 
     def release_graphs(self) -> None:
         """Drop all graphs once their replays are over; buffers may be added again."""
-        with self._lock:
-            self.graphs.release()
+        with self._entering("release_graphs"):
+            self._require_graphs().release()
 
     def step(
         self,
         token_to_slot: npt.NDArray[np.int32],
         *,
+        as_of: Generations | None = None,
         num_reqs: int | None = None,
         uniform: bool = False,
     ) -> RuntimeStep:
         """Enqueue one step over the buffers' first T rows, and return at once.
 
         token_to_slot: int32 [T] in host memory, -1 for no adapter (``slots_of`` has the others'
-        numbers). Results are in the buffers when the steps' stream has come that far.
+        numbers). as_of: ``generations`` as they were when slots were looked up: refuses a step that
+        would find another adapter there. num_reqs, uniform: as in ``BatchKey``. Results are in the
+        buffers when the steps' stream has come that far.
 
-        Raises ArgumentError for a slot that no adapter serves from or that does not exist, and for
-        what device work of an earlier step found wrong; CapacityError for more than max_tokens
-        tokens; nothing is enqueued then.
+        Raises ArgumentError for a slot that no adapter serves from, that does not exist or that
+        holds another load than ``as_of`` says, and for what device work of an earlier step found
+        wrong; CapacityError for more than max_tokens tokens; nothing is enqueued then.
         """
+        if num_reqs is not None or uniform:
+            _check_requests(num_reqs, uniform)
         with self._lock:
-            graphs = self.graphs
+            graphs = self._require_graphs()
+            if self._inside:
+                raise GraphError("step was called from inside a step or a capture")
             self.backend.check_status()
             batch = graphs.read(token_to_slot)
             self.leases.require_serving(batch.used)
-            number = 0
+            if as_of is not None:
+                self._require_same(batch.used, as_of)
+            number, self._inside = 0, True
             try:
-                made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
+                with self.recorder.on_device():
+                    made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
             finally:  # also where it failed halfway: what was enqueued reads these slots
+                self._inside = False
                 if batch.num_tokens:
                     number = self._fence.submit()
                     self.leases.use(batch.used, number)
             return RuntimeStep(number, made.key, made.num_tokens, made.groups, self._generations)
 
     def step_requests(
-        self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], **options: Any
+        self,
+        slots: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int32],
+        *,
+        as_of: Generations | None = None,
+        uniform: bool = False,
     ) -> RuntimeStep:
         """``step`` for requests in a row: int32 [requests] slots and tokens of each.
 
         Raises ArgumentError as ``step`` does, and for a length below 0.
         """
         for name, array in (("slots", slots), ("lengths", lengths)):
-            check_array(name, array, dtype=np.dtype(np.int32), shape=(None,), on_device=False)
+            check_array(name, array, dtype=INT32, shape=(None,), on_device=False)
         if len(slots) != len(lengths):
             raise ArgumentError(f"slots has {len(slots)} requests, lengths {len(lengths)}")
         if len(lengths) and int(lengths.min()) < 0:
             request = int(np.argmin(lengths))
             raise ArgumentError(f"lengths[{request}] is {lengths[request]}; 0 or more is needed")
-        options.setdefault("num_reqs", len(slots))
-        return self.step(np.repeat(slots, lengths), **options)
+        tokens = int(lengths.sum(dtype=np.int64))
+        if tokens > self.buffers.max_tokens:
+            raise CapacityError(
+                f"lengths are {counted(tokens, 'token')} together; there is room for "
+                f"{self.buffers.max_tokens}"
+            )
+        token_to_slot = np.repeat(slots, lengths)
+        return self.step(token_to_slot, as_of=as_of, num_reqs=len(slots), uniform=uniform)
+
+    def step_names(
+        self, names: Sequence[str | None], lengths: npt.NDArray[np.int32], *, uniform: bool = False
+    ) -> RuntimeStep:
+        """``step_requests`` by adapters' names (None: no adapter), looked up and enqueued with no
+        load in between. Raises as ``slots_of`` and ``step_requests`` do."""
+        with self._lock:
+            return self.step_requests(self.slots_of(names), lengths, uniform=uniform)
 
     def counts(self) -> DispatchCounts:
         """Which graphs served how many steps, what ran eagerly and why."""
         with self._lock:
-            return self.graphs.counts()
+            return self._require_graphs().counts()
 
     def synchronize(self, step: int | None = None) -> None:
         """Wait until ``step``, or all steps, are over; raise what device work found wrong."""
         with self._lock:
             last = self._fence.enqueued
-            number = last if step is None else check_int("step", step, 0, last)
-            self._fence.wait(number)
-            self.backend.check_status()
+        self._fence.wait(last if step is None else check_int("step", step, 0, last))
+        self.backend.check_status()
+
+    def _require_graphs(self) -> StepGraphs:
+        if self._graphs is None:
+            raise ArgumentError("there is no step function yet; call set_step first")
+        return self._graphs
+
+    def _require_same(self, used: npt.NDArray[np.bool_], as_of: Generations) -> None:
+        shape = (len(used),)
+        check_array("as_of", as_of, dtype=np.dtype(np.int64), shape=shape, on_device=False)
+        changed = used & (as_of != self._generations)
+        if changed.any():
+            slots = ", ".join(map(str, np.flatnonzero(changed).tolist()))
+            raise ArgumentError(
+                f"slot {slots} holds another load than when it was looked up; look the adapters up "
+                "again (slots_of), or pin them"
+            )
+
+    @contextlib.contextmanager
+    def _entering(self, what: str) -> Iterator[None]:
+        """What calls the step function or the caller's progress, which must not load or step."""
+        with self._lock:
+            self._refuse_inside(what)
+            self._inside = True
+            try:
+                with self.recorder.on_device():
+                    yield
+            finally:
+                self._inside = False
+
+    def _refuse_inside(self, what: str) -> None:
+        """Of the same thread: a load would wait for another one that waits for this step."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._inside:
+                    raise GraphError(f"{what} was called from inside a step or a capture")
+            finally:
+                self._lock.release()
+
+
+def _wait_for_all(fence: StepFence) -> None:
+    fence.wait(fence.enqueued)
+
+
+def _check_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise ArgumentError(f"{name!r} is no adapter's name; a string is needed")
+    return name
+
+
+def _check_names(what: str, names: Any) -> Sequence[Any]:
+    if not isinstance(names, list | tuple):
+        raise ArgumentError(
+            f"{what} is a {type(names).__name__}; a list or tuple of adapters' names is needed"
+        )
+    return names
+
+
+def _check_requests(num_reqs: Any, uniform: Any) -> None:
+    if num_reqs is not None:
+        check_int("num_reqs", num_reqs, 0)
+    check_type("uniform", uniform, bool)

@@ -129,7 +129,7 @@ class Harness:
                 self.backend.copy(target, self.backend.asarray(rows))
 
     def on_stream(self) -> Any:
-        return self.runtime.graphs.recorder.active()
+        return self.runtime.on_stream()
 
     def read(self, name: str, tokens: int | None = None) -> Array:
         with self.on_stream():

@@ -55,6 +55,22 @@ def test_default_buckets() -> None:
 
 
 @pytest.mark.parametrize(
+    ("max_tokens", "buckets"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (21, (1, 2, 4, 8, 16, 21)),
+        (512, DEFAULT_TOKEN_BUCKETS),
+        (4096, DEFAULT_TOKEN_BUCKETS),
+    ],
+)
+def test_default_buckets_follow_the_largest_step(max_tokens: int, buckets: tuple[int, ...]) -> None:
+    assert Dispatcher(4, max_tokens=max_tokens).buckets == buckets
+    assert DispatchOptions().buckets(max_tokens) == buckets
+
+
+@pytest.mark.parametrize(
     ("max_loras", "specialized"),
     [
         (1, (0, 1, 2)),

@@ -72,7 +72,7 @@ def test_other_threads_work_during_a_capture(harness: Harness) -> None:
 
 
 def test_a_graph_can_be_looked_into(harness: Harness, tmp_path: Path) -> None:
-    recording = harness.runtime.graphs.recording(FULL)
+    recording = harness.runtime.recording(FULL)
     names = recording.kernel_names()
     assert 0 < len(names) <= recording.nodes
     assert any("lora" in name for name in names)

@@ -14,8 +14,9 @@ from runtime_util import MAX_RANK, MODEL, Harness, Inputs, adapter
 
 from cupylora.adapters.factors import Adapter
 from cupylora.backend import ArrayBackend, NumpyBackend, open_backend
-from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError, GraphError
 from cupylora.graphs.buckets import DispatchOptions
+from cupylora.graphs.fence import StepFence
 from cupylora.graphs.manager import GraphOptions, Step
 from cupylora.resources import data_dir
 from cupylora.runtime import LoraRuntime
@@ -203,6 +204,181 @@ def test_a_step_that_fails_halfway_still_holds_its_slots(backend: ArrayBackend) 
     assert 1 in waited  # slot 0 was written only after the step that failed
 
 
+# --- order in time -----------------------------------------------------------------------------
+
+
+class LateFence(StepFence):
+    """Steps are over only when somebody waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = 0
+
+    def submit(self) -> int:
+        self.enqueued += 1
+        return self.enqueued
+
+    def finished(self) -> int:
+        return self.over
+
+    def wait(self, step: int) -> None:
+        self.over = max(self.over, step)
+
+
+def late(made: Harness) -> LateFence:
+    fence = LateFence()
+    made.runtime._fence = made.runtime.leases.fence = fence
+    return fence
+
+
+def test_a_load_between_lookup_and_step_is_noticed(backend: ArrayBackend) -> None:
+    made = harness(backend, "a0", "a1", max_loras=2)
+    made.run(batch(made, "a1"))
+    seen, slots = made.runtime.generations, made.runtime.slots_of(["a0"])
+    tokens = np.resize(slots, 8)
+    made.runtime.step(tokens, as_of=seen)
+    made.run(batch(made, "a1"))
+    made.runtime.load("b", adapter(6))  # into the place of a0
+    with pytest.raises(ArgumentError, match=r"slot 0 holds another load than when it was looked"):
+        made.runtime.step(tokens, as_of=seen)
+    with pytest.raises(ArgumentError, match=r"adapter 'a0' is not loaded"):
+        made.runtime.step_names(["a0"], np.array([8], np.int32))
+    assert made.runtime.step_names(["b", None], np.array([2, 1], np.int32)).groups == 2
+    with pytest.raises(ArgumentError, match=r"as_of has shape"):
+        made.runtime.step(tokens, as_of=np.zeros(9, np.int64))
+    with pytest.raises(ValueError, match="read-only"):
+        made.runtime.generations[0] = 7
+
+
+def test_others_serve_while_a_load_fails(
+    backend: ArrayBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = harness(backend, "a3", "a7", max_loras=2, arena_adapters=2)
+    store, seen = made.runtime.table.store, []
+
+    def watched(stored: Adapter) -> Any:
+        try:
+            return store(stored)
+        finally:
+            seen.append(dict(made.runtime.loaded))
+
+    monkeypatch.setattr(made.runtime.table, "store", watched)
+    with pytest.raises(CapacityError, match=r"unload or evict an adapter, or make the arena larg"):
+        made.runtime.load("large", adapter(11))
+    assert seen == [{"a3": 0, "a7": 1}]
+    made.check(batch(made, "a3", "a7"))
+
+
+def test_a_load_waits_for_room_that_steps_still_read(backend: ArrayBackend) -> None:
+    made = harness(backend, "a3", "a7", max_loras=3, arena_adapters=2)
+    fence = late(made)
+    made.runtime.step(np.full(4, 0, np.int32))
+    made.runtime.unload("a3")
+    assert made.runtime.load("a11", adapter(11)) == 2
+    assert fence.over == 1
+
+
+def test_a_load_interrupted_once_the_slot_was_written_leaves_it_to_nobody(
+    backend: ArrayBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = harness(backend, "a0", "a1", max_loras=2)
+    made.run(batch(made, "a1"))
+    place = made.runtime.table.place
+
+    def interrupted(slot: int, stored: Any) -> None:
+        place(slot, stored)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made.runtime.table, "place", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.runtime.load("b", adapter(6))
+    assert made.runtime.loaded == {"a1": 1}
+    monkeypatch.undo()
+    assert made.runtime.load("c", adapter(5)) == 0
+    made.check(batch(made, "c", "a1"))
+
+
+def test_a_load_interrupted_before_that_changes_nothing(
+    backend: ArrayBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = harness(backend, "a0", "a1", max_loras=2)
+    used = made.runtime.table.arena.used_bytes
+    expected = made.run(batch(made, "a0", "a1"))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made.runtime.leases, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.runtime.load("b", adapter(6))
+    assert made.runtime.loaded == {"a0": 0, "a1": 1}
+    assert made.runtime.table.arena.used_bytes == used
+    for got, want in zip(made.run(batch(made, "a0", "a1")), expected, strict=True):
+        assert got.tobytes() == want.tobytes()
+
+
+def test_nothing_is_loaded_or_stepped_from_inside_a_step(backend: ArrayBackend) -> None:
+    made = harness(backend, "a0")
+    work, refused = made.step_function, []
+
+    def meddling(step: Step) -> None:
+        work(step)
+        for call in (
+            lambda: made.runtime.load("b", adapter(1)),
+            lambda: made.runtime.unload("a0"),
+            lambda: made.runtime.step(np.zeros(1, np.int32)),
+            made.runtime.capture,
+            made.runtime.release_graphs,
+            lambda: made.runtime.set_step(work),
+        ):
+            with pytest.raises(GraphError, match=r"was called from inside a step or a capture"):
+                call()
+            refused.append(call)
+
+    made.runtime.release_graphs()
+    made.runtime.set_step(meddling)
+    made.check(batch(made, "a0"))
+    assert len(refused) == 6
+    with pytest.raises(GraphError, match=r"unload was called from inside a step or a capture"):
+        made.runtime.capture(progress=lambda *_: made.runtime.unload("a0"))
+    assert made.runtime.loaded == {"a0": 0}
+
+
+def test_arguments_that_make_no_sense_are_refused(backend: ArrayBackend) -> None:
+    made = harness(backend, "a0")
+    runtime, slots = made.runtime, np.zeros(2, np.int32)
+    runtime.release_graphs()
+    calls: list[tuple[Any, str]] = [
+        (lambda: runtime.load("", adapter(1)), r"'' is no adapter's name"),
+        (lambda: runtime.load("b", adapter(1), keep="a0"), r"keep is a str; a list or tuple"),
+        (lambda: runtime.load("b", adapter(1), keep=[["a0"]]), r"\['a0'\] is no adapter's name"),
+        (lambda: runtime.load("b", adapter(1), pin="no"), r"pin is a str; a bool is needed"),
+        (lambda: runtime.unload(["a0"]), r"\['a0'\] is no adapter's name"),
+        (lambda: runtime.slots_of(None), r"names is a NoneType; a list or tuple"),
+        (lambda: runtime.slots_of([["a0"]]), r"\['a0'\] is no adapter's name"),
+        (lambda: runtime.pin("a0", 1), r"pinned is a int"),
+        (lambda: runtime.set_step(None), r"function is a NoneType; a function of a Step"),
+        (lambda: runtime.capture(5), r"keys is a int; a list or tuple is needed"),
+        (lambda: runtime.capture(["x"]), r"key is a str; a BatchKey is needed"),
+        (lambda: runtime.capture(progress=5), r"progress is a int; a function is needed"),
+        (lambda: runtime.step(slots, num_reqs="x"), r"num_reqs is 'x'"),
+        (lambda: runtime.step(slots, num_reqs=-4), r"num_reqs is -4"),
+        (lambda: runtime.step(slots, uniform="yes"), r"uniform is a str; a bool is needed"),
+        (lambda: runtime.add_buffer("q", 64, "float32"), r"shape is 64; a tuple is needed"),
+        (lambda: runtime.add_buffer("q", (64,), "nope"), r"dtype is 'nope', which is none"),
+        (lambda: runtime.add_buffer("q", (64,), object), r"one of numbers is needed"),
+        (lambda: runtime.add_buffer("q", (64,), None), r"one of numbers is needed"),
+        (lambda: runtime.add_buffer("q", (64,), "int32", pad=-1.0), r"pad is -1\.0"),
+        (lambda: runtime.add_buffer("q", (64,), "bfloat16", pad=-1), r"pad is -1 for buffer 'q'"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ArgumentError, match=message):
+            call()
+    with pytest.raises(CapacityError, match=r"lengths are 6442450941 tokens together; .* for 24"):
+        runtime.step_requests(np.zeros(3, np.int32), np.full(3, 2**31 - 1, np.int32))
+    assert runtime.loaded == {"a0": 0}
+
+
 def test_requests_in_a_row(backend: ArrayBackend) -> None:
     made = harness(backend, "a0", "a1")
     slots = made.runtime.slots_of(["a1", None, "a0"])
@@ -236,7 +412,7 @@ def test_a_directory_is_loaded() -> None:
     directory = data_dir() / "demo" / "contracts-r8"
     assert runtime.load("contracts", directory) == 0
     assert runtime.loaded == {"contracts": 0}
-    for call in (lambda: runtime.graphs, lambda: runtime.step(np.zeros(1, np.int32))):
+    for call in (runtime.capture, runtime.counts, lambda: runtime.step(np.zeros(1, np.int32))):
         with pytest.raises(ArgumentError, match=r"no step function yet; call set_step first"):
             call()
 

@@ -21,7 +21,7 @@ from cupylora.errors import ArgumentError
 TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 from make_trace import main as make_trace  # noqa: E402
-from make_trace import make_steps, zipf_shares  # noqa: E402
+from make_trace import make_traffic, zipf_shares  # noqa: E402
 
 TRAFFIC: dict[str, Any] = {
     "adapters": 20,
@@ -36,6 +36,11 @@ TRAFFIC: dict[str, Any] = {
     "churn": 0.3,
     "seed": 1,
 }
+
+
+def make_steps(**options: Any) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = make_traffic(**options)[0]
+    return lines
 
 
 def write(path: Path, lines: Sequence[Any]) -> Path:
@@ -98,7 +103,7 @@ def test_a_trace_is_replayed(tmp_path: Path, backend: str) -> None:
 def test_a_trace_of_given_adapters(tmp_path: Path) -> None:
     lines = [
         {"step": 0, "requests": [{"tokens": 3, "adapter": "contracts"}, {"tokens": 2}]},
-        {"step": 4, "unload": ["contracts", "never loaded"], "requests": [{"tokens": 1}]},
+        {"step": 4, "unload": ["contracts"], "requests": [{"tokens": 1}]},
         {"step": 5, "load": ["contracts"], "requests": []},
         {"step": 9, "requests": [{"tokens": 2, "adapter": "contracts"}]},
     ]
@@ -133,17 +138,45 @@ def test_a_step_that_differs_fails_the_run(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--buckets", "4,2"), "token_buckets: 2 follows 4; they must rise"),
-        (("--buckets", "4,x"), "--buckets '4,x': numbers of tokens of 1 to 8"),
-        (("--buckets", "16"), "--buckets '16': numbers of tokens of 1 to 8"),
-        (("--buckets", ""), "--buckets '': numbers of tokens"),
+        (("--graphs", "--buckets", "4,2"), "--buckets '4,2': rising numbers of tokens from 1 to 8"),
+        (("--graphs", "--buckets", "4,x"), "--buckets '4,x': rising numbers of tokens"),
+        (("--graphs", "--buckets", "16"), "--buckets '16': rising numbers of tokens from 1 to 8"),
+        (("--graphs", "--buckets", ""), "--buckets '': rising numbers of tokens"),
+        (("--buckets", "4"), "--buckets needs --graphs or --trace"),
+        (("--specialize-active-loras",), "--specialize-active-loras needs --graphs or --trace"),
         (("--trace", "nowhere.jsonl"), "--trace nowhere.jsonl: cannot be read"),
     ],
 )
-def test_wrong_usage(arguments: tuple[str, str], message: str) -> None:
-    result = run("--graphs", "--tokens", 8, "--backend", "numpy", "--layers", 1, *arguments)
+def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
+    result = run("--tokens", 8, "--backend", "numpy", "--layers", 1, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            {"requests": [{"tokens": 1, "adapter": name} for name in "abc"]},
+            "step 3 has requests of 3 adapters, but there are 2 slots; raise --max-loras",
+        ),
+        ({"unload": ["b"], "requests": []}, "step 3 unloads b, which no request and no --adapter"),
+    ],
+)
+def test_traces_that_cannot_be_served_are_refused_before_anything_is_made(
+    tmp_path: Path, line: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "trace", [{"step": 3} | line])
+    result = run("--trace", path, "--max-loras", 2, "--backend", "numpy")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_trace_without_graphs_is_eager(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace", make_steps(**TRAFFIC))
+    found = serving(tmp_path, "--trace", path, "--no-graphs", "--max-loras", 4)
+    assert (found["graphs"], found["hits"], found["eager"]) == (0, [], {"graphs are off": 60})
+    assert found["differing_steps"] == 0
 
 
 # --- traces --------------------------------------------------------------------------------------
@@ -184,6 +217,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         ),
         ({"step": 5, "requests": [{"tokens": 1, "adapter": ""}]}, r"adapter: '' is no adapter's"),
         ({"step": 5, "requests": [], "load": "b"}, r"line 2: load is a str; a list is needed"),
+        (" " * (1 << 20), r"line 2 has over 1048576 characters; split the step"),
     ],
 )
 def test_lines_that_are_no_steps_are_named(tmp_path: Path, line: Any, message: str) -> None:
@@ -216,6 +250,29 @@ def test_traffic_keeps_its_limits() -> None:
     assert any("unload" in line for line in lines)
 
 
+def test_adapters_are_unloaded_only_after_they_came() -> None:
+    seen: set[str] = set()
+    for line in make_steps(**TRAFFIC | {"steps": 300, "churn": 1.0}):
+        assert set(line.get("unload", ())) <= seen
+        seen |= {request["adapter"] for request in line["requests"] if "adapter" in request}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--arrivals", "inf"), ("--exponent", "nan"), ("--churn", "nan"), ("--arrivals", "1e20")],
+)
+def test_the_tool_refuses_numbers_that_are_none(tmp_path: Path, arguments: tuple[str, str]) -> None:
+    result = CliRunner().invoke(make_trace, [*arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert arguments[0] in result.output
+
+
+def test_the_tool_says_at_once_where_it_cannot_write() -> None:
+    result = CliRunner().invoke(make_trace, ["--out", "/nowhere/x"])
+    assert result.exit_code == 2
+    assert "/nowhere/x" in result.output
+
+
 def test_popularity_is_zipf() -> None:
     shares = zipf_shares(8, 1.0)
     assert np.isclose(shares.sum(), 1)
@@ -228,4 +285,5 @@ def test_the_tool_writes_a_trace(tmp_path: Path) -> None:
     result = CliRunner().invoke(make_trace, ["--steps", "12", "--out", str(path)])
     assert result.exit_code == 0, result.output
     assert "12 steps" in result.output
+    assert "still waiting" in result.output
     assert [step.step for step in read_trace(path)] == list(range(12))

@@ -15,7 +15,7 @@ from runtime_util import Harness, Inputs, adapter
 
 from cupylora.backend import ArrayBackend, NumpyBackend, open_backend
 from cupylora.errors import ArgumentError, CapacityError, GraphError
-from cupylora.graphs.buckets import BatchKey, DispatchOptions
+from cupylora.graphs.buckets import BatchKey, Dispatcher, DispatchOptions
 from cupylora.graphs.buffers import StepBuffers
 from cupylora.graphs.capture import DirectRecorder, Recorder, Recording
 from cupylora.graphs.manager import GraphOptions, Step, StepGraphs
@@ -61,7 +61,7 @@ def test_a_step_has_the_bits_of_the_layers_alone(
         made.check(Inputs.random(tokens, rng.choice(pool, tokens), seed))
     counts = made.runtime.counts()
     if not options.enabled:
-        assert (counts.hits, counts.eager) == ({}, {})
+        assert (counts.hits, counts.eager) == ({}, {"graphs are off": 40})
     else:
         assert sum(counts.hits.values()) > 10
         assert counts.eager["more tokens than any bucket"] > 3
@@ -115,10 +115,10 @@ def test_a_batch_without_adapters_is_told_so(backend: ArrayBackend) -> None:
     made.run(Inputs.random(20, np.full(20, -1), 0))  # larger than every bucket
     made.run(Inputs.random(20, np.resize([3, 1, -1], 20), 0))
     assert made.calls == [(20, 0), (20, 3)]
-    names = made.runtime.graphs.recording(BatchKey(8)).kernel_names()
+    names = made.runtime.recording(BatchKey(8)).kernel_names()
     assert not [name for name in names if "lora" in name]
     if backend.on_device:
-        full = made.runtime.graphs.recording(BatchKey(8, num_active_loras=5)).kernel_names()
+        full = made.runtime.recording(BatchKey(8, num_active_loras=5)).kernel_names()
         assert [name for name in full if "lora" in name]
 
 
@@ -128,11 +128,11 @@ def test_a_batch_without_adapters_is_told_so(backend: ArrayBackend) -> None:
 def test_capture_reports_every_key_most_work_first(backend: ArrayBackend) -> None:
     made = Harness(backend, graphs=OPTIONS["specialised"])
     told: list[tuple[BatchKey, int]] = []
-    graphs = made.runtime.capture(lambda graph, left: told.append((graph.key, left)))
-    keys = made.runtime.graphs.dispatcher.all_keys()
+    graphs = made.runtime.capture(progress=lambda graph, left: told.append((graph.key, left)))
+    keys = Dispatcher(4, SPECIALIZED).all_keys()
     assert tuple(graph.key for graph in graphs) == keys
     assert told == [(key, len(keys) - i - 1) for i, key in enumerate(keys)]
-    assert made.runtime.graphs.graphs == graphs
+    assert made.runtime.captured == graphs
     assert made.runtime.capture() == ()
     if backend.on_device:
         assert all(graph.nodes > 0 and graph.seconds > 0 for graph in graphs)
@@ -141,14 +141,14 @@ def test_capture_reports_every_key_most_work_first(backend: ArrayBackend) -> Non
 def test_lazy_graphs_are_captured_by_the_first_batch_of_their_key(backend: ArrayBackend) -> None:
     made = harness(backend, OPTIONS["lazy"])
     batch = Inputs.random(5, np.arange(5) % 2, 0)
-    assert made.runtime.graphs.graphs == ()
+    assert made.runtime.captured == ()
     made.check(batch)
-    assert [graph.key for graph in made.runtime.graphs.graphs] == [BatchKey(8, None, False, 2)]
+    assert [graph.key for graph in made.runtime.captured] == [BatchKey(8, None, False, 2)]
     made.check(batch)
     counts = made.runtime.counts()
     assert counts.eager == {"captured by it": 1}
     assert counts.hits == {BatchKey(8, None, False, 2): 1}
-    assert made.runtime.graphs.graphs[0].replays == 1
+    assert made.runtime.captured[0].replays == 1
 
 
 def test_nothing_grows_while_there_are_graphs(backend: ArrayBackend) -> None:
@@ -159,7 +159,7 @@ def test_nothing_grows_while_there_are_graphs(backend: ArrayBackend) -> None:
     with pytest.raises(GraphError, match=r"former step function exist; release_graphs\(\) first"):
         made.runtime.set_step(print)
     made.runtime.release_graphs()
-    assert made.runtime.graphs.graphs == ()
+    assert made.runtime.captured == ()
     made.runtime.add_buffer("more", (4,), "float32")
     made.check(Inputs.random(5, np.zeros(5), 1))
     assert made.runtime.counts().eager == {"no graph": 1}
@@ -184,7 +184,7 @@ def test_a_failed_capture_leaves_the_runtime_usable(backend: ArrayBackend) -> No
     made.runtime.set_step(sometimes)
     with pytest.raises(BrokenError):
         made.runtime.capture()
-    captured = [graph.key for graph in made.runtime.graphs.graphs]
+    captured = [graph.key for graph in made.runtime.captured]
     assert BatchKey(8, num_active_loras=2) not in captured
     assert BatchKey(16, num_active_loras=5) in captured
     for tokens in (5, 12, 1):
@@ -212,7 +212,7 @@ def test_a_capture_that_fails_halfway_is_named(backend: ArrayBackend) -> None:
             made.runtime.capture()
     else:
         made.runtime.capture()  # nothing is recorded by calling
-    made.runtime.graphs.release()
+    made.runtime.release_graphs()
     made.runtime.set_step(work)
     made.runtime.load("a0", adapter(0))
     made.runtime.capture()
@@ -243,7 +243,7 @@ def test_a_key_of_requests_is_captured_and_served(backend: ArrayBackend) -> None
 
     made.runtime.release_graphs()
     made.runtime.set_step(watched)
-    made.runtime.graphs.capture([decode])
+    made.runtime.capture([decode])
     assert set(seen) == {(8, True)}
     inputs = Inputs.random(8, np.resize([0, 1], 8), 0)
     expected = made.expected(inputs)[0]
@@ -252,7 +252,7 @@ def test_a_key_of_requests_is_captured_and_served(backend: ArrayBackend) -> None
     assert made.read("y", 8).tobytes() == expected.tobytes()
     assert made.runtime.step(inputs.slots).key is None
     with pytest.raises(ArgumentError, match=r"is not of the token buckets"):
-        made.runtime.graphs.capture([BatchKey(3)])
+        made.runtime.capture([BatchKey(3)])
 
 
 # --- memory budget, with recordings that say what they take ------------------------------------
@@ -310,26 +310,72 @@ def test_what_exceeds_the_budget_is_not_captured() -> None:
     assert (graphs.nbytes, len(recorder.gone)) == (0, 4)
 
 
-def test_the_graphs_replayed_least_make_room() -> None:
+def test_a_graph_makes_room_for_a_key_that_is_asked_for_oftener() -> None:
     recorder = SizedRecorder()
     graphs = budgeted(recorder, memory_budget=200, lazy=True, over_budget="drop")
     one, two, eight = (np.zeros(n, np.int32) for n in (1, 2, 8))
     for batch in (one, one, one, two, two):
         graphs.step(batch)
     assert [(g.key.num_tokens, g.replays) for g in graphs.graphs] == [(1, 2), (2, 1)]
+    for _ in range(17):
+        assert graphs.step(eight).key is None
+    assert [g.key.num_tokens for g in graphs.graphs] == [1, 2]
     graphs.step(eight)
     assert [g.key.num_tokens for g in graphs.graphs] == [1, 8]
-    assert (graphs.nbytes, len(recorder.gone)) == (200, 1)
+    assert graphs.nbytes == 200
     assert graphs.step(one).key == BatchKey(1, num_active_loras=3)
+    assert graphs.step(eight).key == BatchKey(8, num_active_loras=3)
+
+
+def test_keys_that_take_turns_are_not_captured_each_time() -> None:
+    recorder = SizedRecorder()
+    graphs = budgeted(recorder, memory_budget=100, lazy=True, over_budget="drop")
+    for _ in range(100):
+        graphs.step(np.zeros(1, np.int32))
+        graphs.step(np.zeros(8, np.int32))
+    assert len(recorder.gone) < 5
 
 
 def test_a_graph_larger_than_the_budget_is_tried_once() -> None:
     recorder = SizedRecorder()
     graphs = budgeted(recorder, memory_budget=99, lazy=True, over_budget="drop")
-    for _ in range(3):
+    for _ in range(40):
         assert graphs.step(np.zeros(1, np.int32)).key is None
     assert len(recorder.gone) == 1
-    assert graphs.counts().eager == {"captured by it": 1, "no graph": 2}
+    assert graphs.counts().eager == {"no graph": 40}
+    assert list(graphs.failures.values()) == ["it takes 100 bytes, more than the budget"]
+    graphs.buffers.add("more", (1,), np.int32)  # nothing was captured
+
+
+def test_a_key_given_twice_is_captured_once() -> None:
+    recorder = SizedRecorder()
+    graphs = budgeted(recorder)
+    assert len(graphs.capture([BatchKey(8)] * 5)) == 1
+    graphs.release()
+    assert len(recorder.gone) == 1
+
+
+def test_a_lazy_capture_that_fails_is_noted_and_not_tried_again() -> None:
+    class Failing(DirectRecorder):
+        tried = 0
+
+        def record(self, work: Callable[[], object], what: str) -> Recording:
+            self.tried += 1
+            raise GraphError("the driver says no")
+
+    recorder, steps = Failing(), []
+    graphs = StepGraphs(
+        steps.append,
+        StepBuffers(NumpyBackend(), 16),
+        max_loras=2,
+        options=GraphOptions(dispatch=DispatchOptions((8,)), lazy=True),
+        recorder=recorder,
+    )
+    for _ in range(3):
+        assert graphs.step(np.zeros(5, np.int32)).key is None
+    assert (recorder.tried, len(steps)) == (1, 3)
+    assert graphs.counts().eager == {"its capture failed": 1, "no graph": 2}
+    assert graphs.failures == {BatchKey(8, num_active_loras=3): "the driver says no"}
 
 
 # --- refusals ----------------------------------------------------------------------------------
@@ -376,10 +422,11 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"largest token bucket is 512; the buffers have 24"):
-        Harness(NumpyBackend())
+    with pytest.raises(ArgumentError, match=r"token_buckets: 32 is more than the 24 tokens of the"):
+        Harness(NumpyBackend(), graphs=GraphOptions(dispatch=DispatchOptions((8, 32))))
+    assert Harness(NumpyBackend()).runtime.capture()[0].key.num_tokens == 24
     small = Harness(NumpyBackend(), graphs=replace(OPTIONS["eager"]))
     with pytest.raises(GraphError, match=r"graphs are off"):
         small.runtime.capture()
     with pytest.raises(GraphError, match=r"has no graph"):
-        small.runtime.graphs.recording(BatchKey(1))
+        small.runtime.recording(BatchKey(1))

@@ -17,6 +17,17 @@ from typing import Any
 import click
 import numpy as np
 
+LOOK_AHEAD = 256
+"""Requests that others may overtake in a step, as a server would bound it."""
+MOST_ARRIVALS = 1e6
+
+
+def finite(_: click.Context, option: click.Parameter, value: float) -> float:
+    """Refuse inf and nan, and more than can be made."""
+    if not 0 <= value <= MOST_ARRIVALS:
+        raise click.BadParameter(f"{value} is not from 0 to {MOST_ARRIVALS:g}", param=option)
+    return value
+
 
 def zipf_shares(adapters: int, exponent: float) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Popularity of adapters 0, 1, ...: 1/rank**exponent, as shares."""
@@ -24,7 +35,7 @@ def zipf_shares(adapters: int, exponent: float) -> np.ndarray[Any, np.dtype[np.f
     return weights / weights.sum()
 
 
-def make_steps(
+def make_traffic(
     *,
     adapters: int,
     steps: int,
@@ -37,14 +48,14 @@ def make_steps(
     exponent: float,
     churn: float,
     seed: int,
-) -> list[dict[str, Any]]:
-    """The trace's lines. A step takes running requests first; what would exceed ``max_tokens`` or
-    ``most_adapters`` waits."""
+) -> tuple[list[dict[str, Any]], int]:
+    """The trace's lines, and how many requests wait at the end. A step takes running requests
+    first; what would exceed ``max_tokens`` or ``most_adapters`` waits."""
     rng = np.random.default_rng(seed)
     shares = zipf_shares(adapters, exponent) if adapters else np.zeros(0)
     waiting: list[list[Any]] = []  # [adapter, tokens of the next step, steps of decode left]
     running: list[list[Any]] = []
-    lines = []
+    lines, seen = [], set()
     for number in range(steps):
         for _ in range(rng.poisson(arrivals)):
             base = not adapters or rng.random() < base_share
@@ -53,18 +64,18 @@ def make_steps(
             waiting.append([name, tokens, int(rng.geometric(1 / output))])
         served = admit(waiting, running, max_tokens, most_adapters)
         line: dict[str, Any] = {"step": number}
-        if churn and rng.random() < churn and adapters:
-            used = {name for name, _, _ in served}
-            gone = f"lora-{rng.choice(adapters, p=shares)}"
-            if gone not in used:
-                line["unload"] = [gone]
+        used = {name for name, _, _ in served if name is not None}
+        idle = sorted(seen - used)
+        if idle and rng.random() < churn:
+            line["unload"] = [str(rng.choice(idle))]
+        seen |= used
         line["requests"] = [
             {"tokens": tokens} | ({} if name is None else {"adapter": name})
             for name, tokens, _ in served
         ]
         lines.append(line)
         running = [[name, 1, left - 1] for name, _, left in served if left > 0]
-    return lines
+    return lines, len(waiting)
 
 
 def admit(
@@ -75,7 +86,10 @@ def admit(
     tokens, names = 0, set()
     for queue in (running, waiting):
         held = []
-        for request in queue:
+        for at, request in enumerate(queue):
+            if tokens == max_tokens or len(held) == LOOK_AHEAD:
+                held += queue[at:]
+                break
             name, size, _ = request
             more = names | ({name} if name is not None else set())
             if tokens + size <= max_tokens and len(more) <= most_adapters:
@@ -95,6 +109,7 @@ def admit(
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True)
 @click.option(
     "--arrivals",
+    callback=finite,
     type=click.FloatRange(0),
     default=1.0,
     show_default=True,
@@ -131,6 +146,7 @@ def admit(
 )
 @click.option(
     "--base-share",
+    callback=finite,
     type=click.FloatRange(0, 1),
     default=0.1,
     show_default=True,
@@ -138,6 +154,7 @@ def admit(
 )
 @click.option(
     "--exponent",
+    callback=finite,
     type=click.FloatRange(0),
     default=1.0,
     show_default=True,
@@ -145,6 +162,7 @@ def admit(
 )
 @click.option(
     "--churn",
+    callback=finite,
     type=click.FloatRange(0, 1),
     default=0.0,
     show_default=True,
@@ -154,13 +172,17 @@ def admit(
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
 def main(out: Path, **options: Any) -> None:
     """Write a trace of steps for cupylora run --trace."""
-    lines = make_steps(**options)
-    out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    try:
+        with out.open("w", encoding="utf-8") as file:
+            lines, waiting = make_traffic(**options)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        raise click.BadParameter(f"{out}: {error.strerror}", param_hint="--out") from error
     tokens = [sum(request["tokens"] for request in line["requests"]) for line in lines]
     names = {r.get("adapter") for line in lines for r in line["requests"]} - {None}
     click.echo(
         f"{out}: {len(lines)} steps, {sum(tokens)} tokens (at most {max(tokens)} a step), "
-        f"{len(names)} adapters used"
+        f"{len(names)} adapters used, {waiting} requests still waiting at the end"
     )
 
 

@@ -105,7 +105,7 @@ def fill_routes(runtime: LoraRuntime, model: ModelShape, tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     shape = (model.layers, tokens, model.moe.experts)
     ids = np.argsort(rng.random(shape), axis=2)[:, :, : model.moe.top_k].astype(np.int32)
-    with runtime.recorder.active():
+    with runtime.on_stream():
         views = runtime.buffers.views(tokens)
         for layer in range(model.layers):
             rows = runtime.backend.asarray(np.ascontiguousarray(ids[layer]))
@@ -229,7 +229,7 @@ def device_us(runtime: LoraRuntime, slots: Any, replays: int = 60) -> float:
     """Median device microseconds of a step."""
     times = []
     for _ in range(replays):
-        with runtime.recorder.active():
+        with runtime.on_stream():
             begin = runtime.backend.mark()
             runtime.step(slots)
             end = runtime.backend.mark()

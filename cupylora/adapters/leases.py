@@ -113,8 +113,8 @@ class SlotLeases:
             kept = sorted(name for name in self._slot_of if name in staying)
             raise CapacityError(
                 f"no slot for adapter {name!r}: {counted(self.max_loras, 'slot')}, and "
-                f"{', '.join(kept) or 'adapters being loaded'} must stay; unload or unpin one, or "
-                "make the runtime with more max_loras"
+                f"{', '.join(kept) or 'adapters being loaded'} must stay; unload one, pin it no "
+                "longer, or make the runtime with more max_loras"
             )
         over = self.fence.finished()
         slot = min(
@@ -153,6 +153,23 @@ class SlotLeases:
         self._loads += 1
         self._named_at[reservation.slot] = self.fence.enqueued, self._loads
         self._name(reservation.slot, name)
+
+    def is_open(self, reservation: Reservation) -> bool:
+        """Whether it was neither published nor ended in another way."""
+        return reservation.slot in self._reserved
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Something may have been written: nobody serves from the slot."""
+        self._reserved.remove(reservation.slot)
+
+    def unnamed_steps(self) -> tuple[int, ...]:
+        """Last steps of slots that nobody serves from, where they are not over."""
+        over = self.fence.finished()
+        return tuple(
+            int(self._last_step[slot])
+            for slot in range(self.max_loras)
+            if self._names[slot] is None and self._last_step[slot] > over
+        )
 
     def give_back(self, reservation: Reservation) -> None:
         """Nothing was written: who was displaced serves again, unless loaded elsewhere since."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,15 @@ from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
 
-__all__ = ["BLOCK_ALIGNMENT", "Arena", "SlotInfo", "SlotTable", "adapter_bytes", "block_bytes"]
+__all__ = [
+    "BLOCK_ALIGNMENT",
+    "Arena",
+    "SlotInfo",
+    "SlotTable",
+    "StoredAdapter",
+    "adapter_bytes",
+    "block_bytes",
+]
 
 BLOCK_ALIGNMENT = 256
 """Bytes: every block starts at a multiple of it, and no block is smaller."""
@@ -95,7 +103,7 @@ class Arena:
             largest = max((length for _, length in self._gaps), default=0)
             raise CapacityError(
                 f"arena of {self.capacity} bytes: {need} bytes needed, {self.free_bytes} free "
-                f"(largest gap {largest}); evict an adapter or make the arena larger"
+                f"(largest gap {largest}); unload or evict an adapter, or make the arena larger"
             )
         offset, length = min(fitting, key=lambda gap: (gap[1], gap[0]))
         at = self._gaps.index((offset, length))
@@ -178,6 +186,25 @@ class SlotInfo:
     arena_bytes: int
 
 
+@dataclass
+class StoredAdapter:
+    """What ``SlotTable.store`` made: an adapter's blocks, and the rows that will point at them.
+
+    offsets: None once it was placed or discarded.
+    """
+
+    info: SlotInfo
+    records: npt.NDArray[np.void]
+    offsets: list[int] | None
+
+    def take(self) -> list[int]:
+        """The blocks, once. Raises ArgumentError where they were taken before."""
+        if self.offsets is None:
+            raise ArgumentError(f"adapter {self.info.name} was placed or discarded before")
+        taken, self.offsets = self.offsets, None
+        return taken
+
+
 class SlotTable:
     """Device places for ``limits.max_loras`` adapters of ``model``.
 
@@ -257,31 +284,58 @@ class SlotTable:
         arena lacks room.
         """
         slot = self.check_slot(slot)
+        self.place(slot, self.store(adapter))
+
+    def store(self, adapter: Adapter) -> StoredAdapter:
+        """Write ``adapter`` to free room; no slot has it yet. For ``place``, or ``discard``.
+
+        All of a load that can fail. Raises as ``load`` does, having given back what it took.
+        """
         check_type("adapter", adapter, Adapter)
         adapter.check(self.model, self.limits)
-        taken = adapter_bytes(adapter, self.dtype.itemsize)
-        info = SlotInfo(adapter.name, self._loads + 1, adapter.max_rank, taken)
         offsets: dict[tuple[str, int], int] = {}
         try:
             for key, factors in adapter.factors.items():
                 where = f"adapter {adapter.name}, layer {key[0]}, {key[1]}"
                 self._store(offsets, "a", factors.a, f"{where}: A")
                 self._store(offsets, "b", factors.b, f"{where}: B")
-            self._switch(slot, self._records(adapter, offsets, info.generation))
+            self._loads += 1
+            records = self._records(adapter, offsets, self._loads)
         except BaseException:
-            for offset in offsets.values():
-                self.arena.free(offset)
+            self._free(offsets.values())
             raise
-        self._loads = info.generation
-        self._release(slot)
-        self._offsets[slot] = list(offsets.values())
-        self._info[slot] = info
+        taken = adapter_bytes(adapter, self.dtype.itemsize)
+        info = SlotInfo(adapter.name, self._loads, adapter.max_rank, taken)
+        return StoredAdapter(info, records, list(offsets.values()))
+
+    def place(self, slot: int, stored: StoredAdapter) -> None:
+        """Switch ``slot`` to a stored adapter, once; then free the former tenant's room."""
+        slot = self.check_slot(slot)
+        check_type("stored", stored, StoredAdapter)
+        former, offsets = self._offsets[slot], stored.take()
+        # Interrupted between here and the end, the slot owns both rooms: entries may point to
+        # either.
+        self._offsets[slot] = [*former, *offsets]
+        try:
+            self._switch(slot, stored.records)
+        except Exception:  # nothing was written
+            self._offsets[slot] = former
+            self._free(offsets)
+            raise
+        self._info[slot], self._offsets[slot] = stored.info, offsets
+        self._free(former)
+
+    def discard(self, stored: StoredAdapter) -> None:
+        """Give the room of a stored adapter back that was not placed."""
+        check_type("stored", stored, StoredAdapter)
+        self._free(stored.take())
 
     def evict(self, slot: int) -> None:
         """Empty ``slot``: its entries become zero, then its room is free. No matter if it was."""
         slot = self.check_slot(slot)
         self._switch(slot, np.zeros(len(self.entries), SLOT_ENTRY))
-        self._release(slot)
+        former, self._offsets[slot], self._info[slot] = self._offsets[slot], [], None
+        self._free(former)
 
     def check_slot(self, slot: int) -> int:
         """``slot`` as an int. Raises ArgumentError unless it is one of the table's."""
@@ -327,11 +381,9 @@ class SlotTable:
         column = records.view(np.uint8).reshape(-1, SLOT_ENTRY_BYTES)
         self.entries[:, slot] = self.xp.asarray(column)
 
-    def _release(self, slot: int) -> None:
-        for offset in self._offsets[slot]:
+    def _free(self, offsets: Iterable[int]) -> None:
+        for offset in offsets:
             self.arena.free(offset)
-        self._offsets[slot] = []
-        self._info[slot] = None
 
 
 def _cast(array: npt.NDArray[Any], dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:

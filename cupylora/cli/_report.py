@@ -325,7 +325,8 @@ def _serving_lines(record: Record) -> str:
     compared = {None: "not compared with eager steps", 0: "every step has the bits of an eager one"}
     differing = serving["differing_steps"]
     return (
-        f"{captured}; {counted(serving['steps'], 'step')} of {serving['tokens']} tokens, "
+        f"{captured}; {counted(serving['tokens'], 'token')} in "
+        f"{counted(serving['steps'], 'step')}, "
         f"{serving['padding_share']:.0%} padding; {work} {_time(host['median'])} a step "
         f"(90 %: {_time(host['p90'])}); {counted(serving['loads'], 'load')}, "
         f"{counted(serving['unloads'], 'unload')}; "

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora.cli._setup import RunSetup
-from cupylora.errors import ArgumentError
-from cupylora.graphs.buckets import DEFAULT_TOKEN_BUCKETS, DispatchCounts, DispatchOptions
+from cupylora.graphs.buckets import DispatchCounts, DispatchOptions
 from cupylora.graphs.manager import CapturedGraph, GraphOptions, Step
 from cupylora.layers.batch import StackBatch, StackInputs, make_batch
 from cupylora.runtime import LoraRuntime
@@ -52,9 +51,13 @@ class Served:
 def serve(setup: RunSetup, check: bool, say: Say, detail: Say) -> Served:
     """Capture, then replay the trace, or the batch as often as steps were asked for."""
     server = _Server(setup)
-    say("capturing graphs")
     start = time.perf_counter()
-    graphs = server.runtime.capture(lambda _, left: detail(f"{counted(left, 'graph')} to go"))
+    graphs: tuple[CapturedGraph, ...] = ()
+    if server.runtime.graph_options.enabled:
+        say("capturing graphs")
+        graphs = server.runtime.capture(
+            progress=lambda _, left: detail(f"{counted(left, 'graph')} to go")
+        )
     seconds = time.perf_counter() - start
     say("replaying the trace" if setup.trace else "serving steps")
     if setup.trace:
@@ -91,7 +94,7 @@ class _Server:
         self.runtime = LoraRuntime.of_table(
             setup.table, setup.backend, max_tokens=tokens, graphs=_graph_options(setup)
         )
-        self._on_stream = self.runtime.recorder.active
+        self._on_stream = self.runtime.on_stream
         with self._on_stream():
             empty = np.full(tokens, -1, np.int32)
             dtype = setup.stack.dtype
@@ -191,25 +194,6 @@ class _Server:
 
 
 def _graph_options(setup: RunSetup) -> GraphOptions:
-    """The options' buckets, or the default ones up to the largest step, and that one itself."""
-    most = setup.stack.max_tokens
-    if setup.options.buckets is None:
-        buckets = tuple(bucket for bucket in DEFAULT_TOKEN_BUCKETS if bucket <= most)
-        if buckets[-1] < most < DEFAULT_TOKEN_BUCKETS[-1]:
-            buckets = (*buckets, most)
-    else:
-        buckets = _buckets(setup.options.buckets, most)
-    dispatch = DispatchOptions(
-        buckets, specialize_active_loras=setup.options.specialize_active_loras
-    )
-    return GraphOptions(dispatch=dispatch)
-
-
-def _buckets(text: str, most: int) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part[:9]) <= most and len(part) < 9 for part in parts):
-        raise ArgumentError(
-            f"--buckets {text!r}: numbers of tokens of 1 to {most} (the largest step), by commas, "
-            "are needed"
-        )
-    return tuple(int(part) for part in parts)
+    specialize = setup.options.specialize_active_loras
+    dispatch = DispatchOptions(setup.buckets, specialize_active_loras=specialize)
+    return GraphOptions(enabled=setup.options.graphs is not False, dispatch=dispatch)

@@ -56,7 +56,7 @@ class RunOptions:
     backend: str = "auto"
     max_loras: int | None = None
     lora_only: bool = False
-    graphs: bool = False
+    graphs: bool | None = None
     specialize_active_loras: bool = False
     buckets: str | None = None
     trace: str | None = None
@@ -67,7 +67,7 @@ class RunSetup:
     """Everything a run works with.
 
     adapters: the one in each slot, cut to the stack's layers. known: those and all others that the
-    trace names. trace: the steps to replay, if any.
+    trace names. trace: the steps to replay, if any. buckets: as asked for.
     """
 
     options: RunOptions
@@ -79,6 +79,7 @@ class RunSetup:
     batch: StackBatch
     known: Mapping[str, Adapter]
     trace: tuple[TraceStep, ...] = ()
+    buckets: tuple[int, ...] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -95,6 +96,7 @@ def prepare_run(options: RunOptions, say: Say, note: Say = lambda _: None) -> Ru
     backend = open_backend(options.backend)
     dtype = resolve_dtype(options.dtype)
     trace = () if options.trace is None else tuple(read_trace(Path(options.trace)))
+    buckets = _buckets(options, trace)
     wanted = _wanted(options, trace)
     whole = load_model(options.model)
     model = whole if options.layers is None else _cut(whole, options.layers)
@@ -104,25 +106,27 @@ def prepare_run(options: RunOptions, say: Say, note: Say = lambda _: None) -> Ru
     folders = (folder for _, folder in wanted.named)
     ranks = [rank for _, rank in wanted.synthetic]
     require_adapter_room(backend, model, folders, ranks, dtype.itemsize, base_bytes)
+    slots = _max_loras(options, len(wanted.named) + len(wanted.synthetic), trace)
+    _check_trace(options, wanted, trace, slots)
     known = _adapters(wanted, options, whole, model, say)
-    adapters = known[: _max_loras(options, known, trace)]
+    adapters = known[:slots]
     if not backend.on_device and (hint := _long_run(options, model, adapters)):
         note(hint)
     say("loading adapters into slots")
-    table = _load(known, options, model, dtype, backend, trace)
+    table = _load(known, slots, options, model, dtype, backend, trace)
     given = options.lora_only or model.moe is None
     say("preparing layers" if given else "making base weights")
     stack = LayerStack(
         table,
         backend,
-        max_tokens=max([options.tokens, *(step.num_tokens for step in trace)]),
+        max_tokens=_largest_step(options, trace),
         lora_only=options.lora_only,
         seed=options.seed,
     )
-    slots = mixed_slots(options.tokens, len(adapters), options.base_share, options.seed)
-    batch = make_batch(model, backend, slots, dtype=dtype, seed=options.seed)
+    mix = mixed_slots(options.tokens, len(adapters), options.base_share, options.seed)
+    batch = make_batch(model, backend, mix, dtype=dtype, seed=options.seed)
     by_name = {adapter.name: adapter for adapter in known}
-    return RunSetup(options, backend, model, adapters, table, stack, batch, by_name, trace)
+    return RunSetup(options, backend, model, adapters, table, stack, batch, by_name, trace, buckets)
 
 
 def _cut(model: ModelShape, layers: int) -> ModelShape:
@@ -202,11 +206,56 @@ def _check_slots(count: int, max_loras: int | None) -> None:
         )
 
 
-def _max_loras(options: RunOptions, known: Sequence[Adapter], trace: Sequence[TraceStep]) -> int:
+def _max_loras(options: RunOptions, known: int, trace: Sequence[TraceStep]) -> int:
     """Slots: as said, else one an adapter, but for a trace no more than a server would have."""
     if options.max_loras is not None:
         return options.max_loras
-    return max(1, min(len(known), _TRACE_SLOTS) if trace else len(known))
+    return max(1, min(known, _TRACE_SLOTS) if trace else known)
+
+
+def _largest_step(options: RunOptions, trace: Sequence[TraceStep]) -> int:
+    return max([options.tokens, *(step.num_tokens for step in trace)])
+
+
+def _check_trace(
+    options: RunOptions, wanted: _Wanted, trace: Sequence[TraceStep], slots: int
+) -> None:
+    """Raise ArgumentError for a step that no server of so many slots could serve."""
+    names = {name for name, _ in (*wanted.named, *wanted.synthetic)}
+    for step in trace:
+        where = f"--trace {options.trace}, step {step.step}"
+        if len(step.names) > slots:
+            raise ArgumentError(
+                f"{where} has requests of {counted(len(step.names), 'adapter')}, but there are "
+                f"{counted(slots, 'slot')}; raise --max-loras"
+            )
+        unknown = [name for name in step.unload if name not in names]
+        if unknown:
+            raise ArgumentError(
+                f"{where} unloads {shown(unknown[0])}, which no request and no --adapter names"
+            )
+
+
+def _buckets(options: RunOptions, trace: Sequence[TraceStep]) -> tuple[int, ...] | None:
+    """--buckets as numbers. Raises ArgumentError for what cannot be, and without graphs."""
+    for given, option in (
+        (options.buckets is not None, "--buckets"),
+        (options.specialize_active_loras, "--specialize-active-loras"),
+    ):
+        if given and not (options.graphs or (trace and options.graphs is None)):
+            raise ArgumentError(f"{option} needs --graphs or --trace")
+    if options.buckets is None:
+        return None
+    most = _largest_step(options, trace)
+    parts = [part.strip() for part in options.buckets.split(",")]
+    good = all(part.isdecimal() and len(part) < 9 and 1 <= int(part) <= most for part in parts)
+    numbers = [int(part) for part in parts] if good else []
+    if not good or sorted(set(numbers)) != numbers:
+        raise ArgumentError(
+            f"--buckets {options.buckets!r}: rising numbers of tokens from 1 to {most} (the "
+            "largest step), by commas, are needed"
+        )
+    return tuple(numbers)
 
 
 def _adapters(
@@ -251,6 +300,7 @@ def _ranks(text: str) -> list[int]:
 
 def _load(
     known: Sequence[Adapter],
+    max_loras: int,
     options: RunOptions,
     model: ModelShape,
     dtype: Any,
@@ -261,7 +311,6 @@ def _load(
 
     For a trace there is room for any adapters in all slots, and one to come before one goes.
     """
-    max_loras = _max_loras(options, known, trace)
     largest = max((adapter.max_rank for adapter in known), default=1)
     max_rank = -(-largest // _RANK_STEP) * _RANK_STEP
     sizes = sorted((adapter_bytes(adapter, dtype.itemsize) for adapter in known), reverse=True)

@@ -55,6 +55,11 @@ def read_trace(path: Path) -> Iterator[TraceStep]:
                 line = lines.readline(_LONGEST_LINE)
                 if not line:
                     break
+                if len(line) == _LONGEST_LINE:
+                    raise ArgumentError(
+                        f"--trace {path}, line {number} has over {_LONGEST_LINE} characters; split "
+                        "the step"
+                    )
                 if not line.strip():
                     continue
                 found = _parse(line, f"--trace {path}, line {number}")

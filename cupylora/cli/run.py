@@ -89,9 +89,9 @@ class _Integer(click.IntRange):
 @click.option("--lora-only", is_flag=True, help="No base expert weights: their outputs are given.")
 @click.option(
     "--graphs/--no-graphs",
-    default=False,
-    show_default=True,
-    help="Serve the steps from captured CUDA graphs too (on numpy: the same dispatch, no graphs).",
+    default=None,
+    help="Serve the steps from captured CUDA graphs too (on numpy: the same dispatch, no graphs).  "
+    "[default: for a trace only]",
 )
 @click.option(
     "--specialize-active-loras/--no-specialize-active-loras",
@@ -102,14 +102,15 @@ class _Integer(click.IntRange):
 @click.option(
     "--buckets",
     metavar="T[,T...]",
-    help="Tokens that graphs are captured for.  [default: 1, 2, 4, 8, 16, 24, ... 512]",
+    help="Tokens that graphs are captured for.  [default: 1, 2, 4, 8, 16, 24, ... up to the "
+    "largest step or 512]",
 )
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False),
     metavar="FILE",
     help="Replay traffic (JSON Lines; see tools/make_trace.py) through graphs; adapters that it "
-    "names and --adapter does not give are random ones. Implies --graphs.",
+    "names and --adapter does not give are random ones. With --no-graphs every step is eager.",
 )
 @click.option("--check/--no-check", default=True, help="Compare with a float64 oracle (default).")
 @click.option(

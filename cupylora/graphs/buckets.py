@@ -42,8 +42,15 @@ __all__ = [
 DEFAULT_TOKEN_BUCKETS = (1, 2, 4, *range(8, 513, 8))
 """1, 2, 4, then every multiple of 8 up to 512."""
 
-EagerReason = Literal["no tokens", "more tokens than any bucket", "no graph", "captured by it"]
-"""Why a batch is served without a graph; the last: it was the first of a key captured lazily."""
+EagerReason = Literal[
+    "no tokens",
+    "more tokens than any bucket",
+    "no graph",
+    "captured by it",
+    "its capture failed",
+    "graphs are off",
+]
+"""Why a batch was served without a graph; "by it": it was the first of a key captured lazily."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +76,15 @@ class BatchKey:
 class DispatchOptions:
     """Which graphs there are.
 
-    token_buckets: rising; a larger batch is served eagerly. specialize_lora: a case 0 of its own,
-    without LoRA kernels; off: batches without adapters take the graphs of the others.
+    token_buckets: rising; a larger batch is served eagerly. None: DEFAULT_TOKEN_BUCKETS as far as
+    the steps' size goes, and that size itself where it is smaller than the last.
+    specialize_lora: a case 0 of its own, without LoRA kernels; off: batches without adapters take
+    the graphs of the others.
     specialize_active_loras: cases for few adapters too, not only for most; needs specialize_lora.
     prune: leave out the cases that no batch of a bucket can have.
     """
 
-    token_buckets: tuple[int, ...] = DEFAULT_TOKEN_BUCKETS
+    token_buckets: tuple[int, ...] | None = None
     specialize_lora: bool = True
     specialize_active_loras: bool = False
     prune: bool = True
@@ -89,6 +98,8 @@ class DispatchOptions:
                 "both off"
             )
         buckets = self.token_buckets
+        if buckets is None:
+            return
         if not isinstance(buckets, tuple) or not buckets:
             raise ArgumentError(f"token_buckets is {buckets!r}; a tuple of numbers is needed")
         for index, bucket in enumerate(buckets):
@@ -96,6 +107,23 @@ class DispatchOptions:
         for before, after in pairwise(buckets):
             if after <= before:
                 raise ArgumentError(f"token_buckets: {after} follows {before}; they must rise")
+
+    def buckets(self, max_tokens: int) -> tuple[int, ...]:
+        """The buckets of steps of up to ``max_tokens`` tokens. Raises ArgumentError for larger."""
+        most = check_int("max_tokens", max_tokens, 1, MAX_ROWS)
+        if self.token_buckets is None:
+            fitting = tuple(n for n in DEFAULT_TOKEN_BUCKETS if n <= most)
+            return (
+                fitting
+                if most >= DEFAULT_TOKEN_BUCKETS[-1]
+                else tuple(dict.fromkeys((*fitting, most)))
+            )
+        if self.token_buckets[-1] > most:
+            raise ArgumentError(
+                f"token_buckets: {self.token_buckets[-1]} is more than the {most} tokens of the "
+                "largest step; leave it out or raise max_tokens"
+            )
+        return self.token_buckets
 
     def cases(self, max_loras: int) -> tuple[int, ...]:
         """The cases of a runtime of ``max_loras`` slots, rising."""
@@ -166,16 +194,23 @@ _Table = list[list[_Choice | None]]
 class Dispatcher:
     """Chooses, among the keys that have a graph, the one that serves a batch.
 
-    max_loras: slots of the runtime. At first no key has a graph; ``add`` and ``remove`` say what
-    was captured and dropped. The choice is two lookups in a table, made anew after those.
+    max_loras: slots of the runtime. max_tokens: of its largest step. At first no key has a graph;
+    ``add`` and ``remove`` say what was captured and dropped. The choice is two lookups in a table,
+    made anew after those.
     """
 
-    def __init__(self, max_loras: int, options: DispatchOptions | None = None) -> None:
+    def __init__(
+        self,
+        max_loras: int,
+        options: DispatchOptions | None = None,
+        *,
+        max_tokens: int = DEFAULT_TOKEN_BUCKETS[-1],
+    ) -> None:
         options = DispatchOptions() if options is None else options
         check_type("options", options, DispatchOptions)
         self.options = options
         self.max_loras = check_max_loras(max_loras)
-        self.buckets = options.token_buckets
+        self.buckets = options.buckets(max_tokens)
         self.cases = options.cases(max_loras)
         self._bucket_of = _next_index(self.buckets)
         self._case_of = _next_index(self.cases)

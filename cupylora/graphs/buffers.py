@@ -15,7 +15,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from cupylora.backend import ArrayBackend, total_bytes
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.compiler import driver
+from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError, CupyloraError, GraphError
 from cupylora.worklists import MAX_ROWS, Array
 
@@ -116,15 +117,18 @@ class StepBuffers:
         self.require_open(f"buffer {name!r}")
         if name in self._buffers:
             raise ArgumentError(f"the step has a buffer {name!r} already")
+        if not isinstance(shape, tuple):
+            raise ArgumentError(
+                f"shape is {shape!r}; a tuple is needed, of what follows the tokens, such as (64,)"
+            )
         for index, extent in enumerate(shape):
             check_int(f"shape[{index}]", extent, 1)
+        kind = _numeric(dtype)
         check_choice("pad", pad, (None, -1, 0))
-        if pad == -1 and np.dtype(dtype).kind != "i":
-            raise ArgumentError(
-                f"pad is -1 for buffer {name!r} of {np.dtype(dtype)}; use 0 or None"
-            )
+        if isinstance(pad, float) or (pad == -1 and kind.kind != "i"):
+            raise ArgumentError(f"pad is {pad} for buffer {name!r} of {kind}; use 0 or None")
         leading = () if layers is None else (check_int("layers", layers, 1),)
-        array = self.backend.zeros((*leading, self.max_tokens, *shape), dtype)
+        array = self.backend.zeros((*leading, self.max_tokens, *shape), kind)
         self._buffers[name] = _Buffer(array, len(leading), pad)
         if pad == -1:
             array.fill(-1)
@@ -180,6 +184,19 @@ class StepBuffers:
             height=array.shape[0] if buffer.token_axis else 1,
             stream=stream,
         )
+
+
+def _numeric(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """A dtype of numbers, those of ml_dtypes included. Raises ArgumentError for any other."""
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise ArgumentError(f"dtype is {dtype!r}, which is none: {error}") from error
+    if dtype is None or kind.kind not in "biufV" or kind.type is np.void:
+        raise ArgumentError(f"dtype is {dtype!r}; one of numbers is needed")
+    return kind
 
 
 def _set_device_rows(

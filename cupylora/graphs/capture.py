@@ -14,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +77,10 @@ class Recorder(ABC):
         """Work enqueued inside goes where recordings' work goes."""
 
     @abstractmethod
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """The device is current inside: a thread begins on device 0."""
+
+    @abstractmethod
     def record(self, work: Work, what: str) -> Recording:
         """Record what ``work`` enqueues; nothing of it runs now. what: for messages.
 
@@ -101,12 +108,19 @@ class _Direct(Recording):
         self._work = None
 
 
+_NOWHERE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
 class DirectRecorder(Recorder):
     """For NumPy: a recording calls the function again."""
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Anywhere."""
-        return contextlib.nullcontext()
+        return _NOWHERE
+
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """There is none."""
+        return _NOWHERE
 
     def record(self, work: Work, what: str) -> Recording:
         """Keep ``work``."""
@@ -124,6 +138,7 @@ class CudaRecorder(Recorder):
         import cupy
 
         self._cupy = cupy
+        self._device = _Device(cupy.cuda.runtime)
         self.stream = cupy.cuda.Stream(non_blocking=True) if stream is None else stream
         handle = int(self.stream.ptr)
         if handle in (0, 1):
@@ -133,20 +148,28 @@ class CudaRecorder(Recorder):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """The stream is CuPy's current one inside."""
-        with self.stream:
+        """The stream is CuPy's current one inside, its device the current device."""
+        with self._device, self.stream:
             yield
 
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """The stream's device is the current one inside."""
+        return self._device
+
     def record(self, work: Work, what: str) -> Recording:
-        """Capture, instantiate and upload."""
+        """Capture, instantiate and upload. Python collects no garbage meanwhile: a finalizer that
+        frees device memory would void the capture."""
         start = time.perf_counter()
-        free = self._free_bytes()
-        graph = self._capture(work, what)
-        try:
-            made = _CudaRecording(graph, self._instantiate(graph, what), self.stream, what)
-        except BaseException:
-            _driver().cuGraphDestroy(graph)
-            raise
+        with self._device, _no_collection():
+            free = self._free_bytes()
+            graph = self._capture(work, what)
+            try:
+                executable = self._instantiate(graph, what)
+            except BaseException:
+                _driver().cuGraphDestroy(graph)
+                raise
+            made = _CudaRecording(graph, executable, self.stream, what)
+        made.count_nodes()
         made.nbytes = max(0, free - self._free_bytes())
         made.seconds = time.perf_counter() - start
         return made
@@ -194,8 +217,10 @@ class CudaRecorder(Recorder):
 
 class _CudaRecording(Recording):
     def __init__(self, graph: Any, executable: Any, stream: Any, what: str) -> None:
-        self._graph, self._executable, self._stream, self._what = graph, executable, stream, what
-        self.nodes = len(_nodes(graph))
+        self._graph, self._stream, self._what = graph, stream, what
+        # Also where the recording is dropped: the driver's handles free nothing themselves.
+        self._free = weakref.finalize(self, _destroy, graph, executable)
+        self._free.atexit = False
         # Bound ahead: this call is the step path.
         self._enqueue = functools.partial(
             driver.library().cuGraphLaunch,
@@ -203,26 +228,72 @@ class _CudaRecording(Recording):
             ctypes.c_void_p(int(stream.ptr)),
         )
 
+    def count_nodes(self) -> None:
+        self.nodes = len(_nodes(self._graph))
+
     def launch(self) -> None:
         status = self._enqueue()
         if status:
             raise GraphError(f"launch of {self._what} failed: {driver.error_text(status)}")
 
     def kernel_names(self) -> tuple[str, ...]:
+        self._require()
         return tuple(name for node in _nodes(self._graph) if (name := _kernel_name(node)))
 
     def write_dot(self, path: Path) -> None:
+        self._require()
         written = _driver().cuGraphDebugDotPrint(self._graph, str(path).encode(), _VERBOSE_DOT)
         _check(written, f"writing {self._what} to {path}")
 
     def destroy(self) -> None:
-        if self._graph is None:
-            return
-        cuda = _driver()
-        cuda.cuGraphExecDestroy(self._executable)
-        cuda.cuGraphDestroy(self._graph)
-        self._graph = self._executable = None
+        self._free()
         self._enqueue = functools.partial(_destroyed, self._what)
+
+    def _require(self) -> None:
+        if not self._free.alive:
+            _destroyed(self._what)
+
+
+def _destroy(graph: Any, executable: Any) -> None:
+    """Free both; the driver waits for launches under way."""
+    cuda = _driver()
+    cuda.cuGraphExecDestroy(executable)
+    cuda.cuGraphDestroy(graph)
+
+
+class _Device:
+    """Makes one device current where it is not; a step asks each time, so it costs next to nothing.
+
+    May be entered again inside, and by several threads.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self._get, self._set = runtime.getDevice, runtime.setDevice
+        self._number = int(self._get())
+        self._before = threading.local()
+
+    def __enter__(self) -> None:
+        current = self._get()
+        stack = self._before.__dict__.setdefault("stack", [])
+        stack.append(current)
+        if current != self._number:
+            self._set(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        before = self._before.stack.pop()
+        if before != self._number:
+            self._set(before)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _destroyed(what: str) -> int:

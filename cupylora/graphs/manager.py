@@ -14,20 +14,30 @@ called once eagerly and once recorded per key, and its Python never runs in a re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.errors import ArgumentError, GraphError
-from cupylora.graphs.buckets import BatchKey, DispatchCounts, Dispatcher, DispatchOptions
+from cupylora.graphs.buckets import (
+    BatchKey,
+    DispatchCounts,
+    Dispatcher,
+    DispatchOptions,
+    EagerReason,
+)
 from cupylora.graphs.buffers import SLOTS, StepBuffers, StepViews
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
 from cupylora.graphs.staging import BatchSlots, HostSlots, SlotReader, make_staging
 from cupylora.worklists import Array
 
 __all__ = ["CapturedGraph", "GraphOptions", "Step", "StepGraphs", "StepResult"]
+
+_DROP_AFTER = 16
+"""Batches by which a key must be asked for oftener than a graph was replayed to take its room: a
+capture costs about as much as so many eager steps save."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,9 @@ class GraphOptions:
 
     dispatch: buckets and cases. lazy: capture a key when a batch first needs it (``capture`` takes
     them all ahead). memory_budget: most bytes of device memory that graphs may take; None: no
-    bound. over_budget: "refuse": what would exceed it is not captured; "drop": the graphs replayed
-    least make room.
+    bound (measured as the device's free memory before and after, so that what others allocate
+    meanwhile counts too). over_budget: "refuse": what would exceed it is not captured; "drop": a
+    graph makes room for a key that batches ask for oftener.
     """
 
     enabled: bool = True
@@ -118,7 +129,7 @@ class StepGraphs:
     """Serves steps of ``function`` over ``buffers``.
 
     stream: CuPy's, where all steps go; left out: a new non-blocking one. A step and a capture
-    exclude one another; either may be called from any thread.
+    exclude one another; either may be called from any thread. lock: the owner's, if it has one.
     Raises ArgumentError for buckets larger than the buffers, GraphError for the legacy default
     stream.
     """
@@ -132,24 +143,28 @@ class StepGraphs:
         options: GraphOptions | None = None,
         stream: Any = None,
         recorder: Recorder | None = None,
+        lock: Any = None,
     ) -> None:
         check_type("buffers", buffers, StepBuffers)
+        if not callable(function):
+            raise ArgumentError(
+                f"function is a {type(function).__name__}; a function of a Step is needed"
+            )
         self.options = GraphOptions() if options is None else options
         check_type("options", self.options, GraphOptions)
-        self.dispatcher = Dispatcher(max_loras, self.options.dispatch)
-        largest = self.dispatcher.largest_bucket
-        if self.options.enabled and largest > buffers.max_tokens:
-            raise ArgumentError(
-                f"the largest token bucket is {largest}; the buffers have {buffers.max_tokens} rows"
-            )
+        self.dispatcher = Dispatcher(
+            max_loras, self.options.dispatch, max_tokens=buffers.max_tokens
+        )
         self.buffers, self._function = buffers, function
         self.recorder = recorder or _recorder(buffers.backend, stream)
         self._reader = SlotReader(buffers.max_tokens, max_loras)
         slots = buffers.views(buffers.max_tokens)[SLOTS]
         self._staging = make_staging(buffers.backend, slots, self.recorder.stream)
         self._graphs: dict[BatchKey, _Graph] = {}
-        self._refused: set[BatchKey] = set()
-        self._lock = threading.RLock()
+        self._asked: dict[BatchKey, int] = {}
+        self.failures: dict[BatchKey, str] = {}
+        """Keys that are not captured lazily again, and why."""
+        self._lock = threading.RLock() if lock is None else lock
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +189,7 @@ class StepGraphs:
 
     def capture(
         self,
-        keys: Iterable[BatchKey] | None = None,
+        keys: Sequence[BatchKey] | None = None,
         progress: Callable[[CapturedGraph, int], object] | None = None,
     ) -> tuple[CapturedGraph, ...]:
         """Capture ``keys`` that have no graph yet, all of the dispatcher's by default.
@@ -190,7 +205,9 @@ class StepGraphs:
         """
         if not self.options.enabled:
             raise GraphError("graphs are off (GraphOptions(enabled=False)); nothing to capture")
-        wanted = self.dispatcher.all_keys() if keys is None else tuple(keys)
+        if keys is not None and not isinstance(keys, list | tuple):
+            raise ArgumentError(f"keys is a {type(keys).__name__}; a list or tuple is needed")
+        wanted = self.dispatcher.all_keys() if keys is None else tuple(dict.fromkeys(keys))
         for key in wanted:
             self.dispatcher.check_key(key)
         with self._lock:
@@ -210,7 +227,8 @@ class StepGraphs:
             self._wait()
             for key in tuple(self._graphs):
                 self._drop(key)
-            self._refused.clear()
+            self._asked.clear()
+            self.failures.clear()
             self.buffers.unseal()
 
     def read(self, token_to_slot: Any) -> BatchSlots:
@@ -237,11 +255,12 @@ class StepGraphs:
         """``step`` for a batch already read. The caller keeps other steps out."""
         tokens, groups = batch.num_tokens, batch.groups
         if not self.options.enabled:
+            self.dispatcher.count_eager("graphs are off")
             self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
             return StepResult(None, tokens, groups)
         if self.options.lazy:
             ideal = self.dispatcher.ideal(tokens, groups)
-            if ideal is not None and ideal not in self._graphs and ideal not in self._refused:
+            if ideal is not None and ideal not in self._graphs and self._may_capture(ideal):
                 return self._first_of(ideal, batch)
         key = self.dispatcher.dispatch(tokens, groups, num_reqs=num_reqs, uniform=uniform)
         if key is None:
@@ -254,8 +273,10 @@ class StepGraphs:
         return StepResult(key, tokens, groups)
 
     def _stage(self, slots: HostSlots, rows: int) -> None:
-        self.buffers.pad(len(slots), rows, self.recorder.handle)
+        # The copy first: it makes the device's context current in a new thread, which the driver's
+        # own functions behind it need.
         self._staging.send(slots, rows)
+        self.buffers.pad(len(slots), rows, self.recorder.handle)
 
     def _eager(self, batch: BatchSlots, key: BatchKey) -> None:
         if batch.num_tokens:
@@ -267,11 +288,31 @@ class StepGraphs:
         with self.recorder.active():
             self._function(Step(views, key.num_active_loras, key.num_reqs, key.uniform))
 
+    def _may_capture(self, key: BatchKey) -> bool:
+        """Whether it is worth a try: at a key's first batch, and where others may be dropped for it
+        once batches asked for it oftener than for the graph that would go."""
+        if key in self.failures:
+            return False
+        asked = self._asked[key] = self._asked.get(key, 0) + 1
+        if asked == 1:
+            return True
+        if self.options.over_budget != "drop" or not self._graphs:
+            return False
+        return asked > self._graphs[self._least()].replays + _DROP_AFTER
+
     def _first_of(self, key: BatchKey, batch: BatchSlots) -> StepResult:
-        """Run a batch as its key's graph would, eagerly, and capture that for the next one."""
-        self.dispatcher.count_eager("captured by it")
+        """Run a batch as its key's graph would, eagerly, and capture that for the next one.
+
+        The step is done then: a capture that fails is noted, not raised.
+        """
         self._eager(batch, key)
-        self._record(key, drop=self.options.over_budget == "drop")
+        reason: EagerReason = "captured by it"
+        try:
+            if not self._record(key, drop=self._asked[key] > 1):
+                reason = "no graph"
+        except Exception as error:
+            self.failures[key], reason = str(error), "its capture failed"
+        self.dispatcher.count_eager(reason)
         return StepResult(None, batch.num_tokens, batch.groups)
 
     def _capture_key(self, key: BatchKey) -> bool:
@@ -288,16 +329,16 @@ class StepGraphs:
         self.buffers.seal()
         try:
             recording = self.recorder.record(lambda: self._call(key), str(key))
-        except BaseException:
+            if not self._fit(recording.nbytes, drop):
+                recording.destroy()
+                if recording.nbytes > (self.options.memory_budget or 0):
+                    self.failures[key] = f"it takes {recording.nbytes} bytes, more than the budget"
+                return False
+            self._graphs[key] = _Graph(recording)
+            self.dispatcher.add(key)
+        finally:
             if not self._graphs:
                 self.buffers.unseal()
-            raise
-        if not self._fit(recording.nbytes, drop):
-            recording.destroy()
-            self._refused.add(key)
-            return False
-        self._graphs[key] = _Graph(recording)
-        self.dispatcher.add(key)
         return True
 
     def _fit(self, nbytes: int, drop: bool) -> bool:
@@ -308,8 +349,12 @@ class StepGraphs:
         if drop and nbytes <= budget < self.nbytes + nbytes:
             self._wait()
             while budget < self.nbytes + nbytes:
-                self._drop(min(self._graphs, key=lambda key: self._graphs[key].replays))
+                self._drop(self._least())
         return self.nbytes + nbytes <= budget
+
+    def _least(self) -> BatchKey:
+        """Of the graph replayed least."""
+        return min(self._graphs, key=lambda key: self._graphs[key].replays)
 
     def _drop(self, key: BatchKey) -> None:
         self.dispatcher.remove(key)

@@ -42,7 +42,6 @@ __all__ = ["BatchPlan"]
 
 _EMPTY = "the plan holds no batch yet; call update first"
 _FAILED = "the plan holds no batch, since its last update or adopt failed; call update first"
-"""Rows are numbered in int32."""
 
 
 @dataclass(frozen=True)
