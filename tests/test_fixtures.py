@@ -17,6 +17,7 @@ from fixtures_util import (
     FIXTURES,
     LAYER,
     MODELS,
+    UNDECIDED,
     Fixture,
     load_fixture,
     load_model_data,
@@ -57,7 +58,8 @@ def test_peft_outputs_are_reproduced(name: str) -> None:
         if module == "moe" or (LAYER, module) in adapter.factors:
             assert error(got, expected, base) < (0.02 if rounded else 5e-6), key
     adapted = {module for layer, module in adapter.factors if layer == LAYER}
-    assert adapted & {"q_proj", "k_proj", "v_proj", "o_proj"} <= fixture.expected.keys()
+    assert adapted & fixture.model.dense_modules <= fixture.expected.keys()
+    assert ("moe" in fixture.expected) == (fixture.model.shape.moe is not None)
 
 
 def test_tiny_moe_is_the_preset() -> None:
@@ -115,6 +117,21 @@ def test_square_factors_without_version_are_refused(tmp_path: Path) -> None:
     fixture, folder = copy_with_config("mixtral-gate-up-018", tmp_path, peft_version=None)
     with pytest.raises(AdapterFormatError, match="add the peft_version"):
         read_adapter(folder, fixture.model.shape)
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_what_transformers_decided_is_asked_for(name: str, tmp_path: Path) -> None:
+    """GPT-OSS's second projection alone is square, and peft's release does not tell its order."""
+    fixture = load_fixture(name)
+    with pytest.raises(AdapterFormatError, match="cupylora_expert_axes") as caught:
+        read_adapter(fixture.path, fixture.model.shape)
+    five = "out_in" if name == "gpt-oss-down-0190" else "in_out"
+    assert f'"{five}" if it was trained with transformers 5' in str(caught.value)
+    for axes in ("in_out", "out_in"):
+        _, folder = copy_with_config(name, tmp_path / axes, cupylora_expert_axes=axes)
+        got = output(fixture, read_adapter(folder, fixture.model.shape), "moe")
+        off = error(got, fixture.expected["moe"], output(fixture, None, "moe"))
+        assert off < 5e-6 if axes == UNDECIDED[name] else off > 0.5
 
 
 def test_transposed_experts_need_no_version(tmp_path: Path) -> None:
