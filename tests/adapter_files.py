@@ -41,7 +41,7 @@ def write(folder: Path, tensors: Tensors, **config: Any) -> Path:
     """A directory with these tensors and CONFIG changed by ``config``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
-    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     (folder / "adapter_model.safetensors").write_bytes(save(contiguous))
     return folder
 

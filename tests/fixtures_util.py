@@ -1,7 +1,8 @@
 """What ``tools/make_fixtures.py`` stored, for tests: models, adapters and peft's own outputs.
 
 ``FIXTURES`` names every adapter under ``tests/data`` that can be read as it is; ``load_fixture``
-returns all that a test of a layer needs, in NumPy. Values of weights, factors and inputs are exact in bfloat16.
+returns all that a test of a layer needs, in NumPy. Values of weights, factors and inputs are exact
+in bfloat16.
 """
 
 from __future__ import annotations

@@ -813,7 +813,7 @@ BAD_FILES = {
     "object is needed": raw([]),
     "whole numbers": raw({"a": entry(0, 4, [-1])}),
     "65 dimensions": raw({"a": entry(0, 4, [1] * 65)}, bytes(4)),
-    "convert it": raw({"a": entry(0, 8, [1], "F64")}, bytes(8)),
+    "convert it": raw({"a": entry(0, 16, [2], "F64")}, bytes(16)),
     "needs 8 bytes": raw({"a": entry(0, 4, [2])}, bytes(4)),
     "cut short": raw({"a": entry(0, 8, [2])}, bytes(7)),
     "overlaps": raw({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12)),

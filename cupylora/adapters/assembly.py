@@ -89,7 +89,7 @@ def _find(name: str, info: TensorInfo, model: ModelShape | None) -> Place | str:
     if isinstance(found, str):
         return found
     if found.factor == "alpha":
-        if info.shape:
+        if math.prod(info.shape) != 1:
             return f"an alpha of shape {list(info.shape)}, not one number"
     elif info.dtype not in FACTOR_DTYPES:
         return f"a factor of dtype {info.dtype}"

@@ -46,11 +46,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _SCALAR_DTYPES = {**_DTYPES, "F64": np.dtype(np.float64), "I64": np.dtype(np.int64)}
-"""Of tensors without dimensions, as an alpha is: torch makes int64 of a whole number."""
+"""Of tensors of one element, as an alpha is: torch makes int64 of a whole number."""
 
 _LENGTH_BYTES = 8
 LARGEST_JSON = 64_000_000
-"""Bytes of a header or an index that are read at most: some 400,000 tensors."""
+"""Bytes of an index, and of all headers of an adapter, that are read: some 400,000 tensors."""
 _MAX_DIMENSIONS = 8
 SUFFIX = ".safetensors"
 SINGLE_FILE = f"adapter_model{SUFFIX}"
@@ -257,7 +257,8 @@ def _info(path: Path, name: str, entry: Any) -> TensorInfo:
         raise _error(
             path, f"{where} has {len(shape)} dimensions; factors have 2 or 3, so convert it"
         )
-    dtype = (_DTYPES if shape else _SCALAR_DTYPES).get(str(fields.get("dtype")))
+    known_dtypes = _SCALAR_DTYPES if math.prod(shape) == 1 else _DTYPES
+    dtype = known_dtypes.get(str(fields.get("dtype")))
     if dtype is None:
         known = ", ".join(_DTYPES)
         raise _error(
@@ -301,7 +302,16 @@ def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise _error(index, f"shard {quoted(shard)} is not a file name of this directory")
         tensors.setdefault(shard, set()).add(name)
-    return [_open_shard(index, shard, tensors[shard], stack) for shard in sorted(tensors)]
+    files = []
+    for shard in sorted(tensors):
+        files.append(_open_shard(index, shard, tensors[shard], stack))
+        if sum(file.start for file in files) > LARGEST_JSON:
+            raise _error(
+                index,
+                f"the headers of its shards have over {byte_size(LARGEST_JSON)}, more than is "
+                "read; save the adapter again with fewer, larger tensors",
+            )
+    return files
 
 
 def _open_shard(index: Path, shard: str, names: set[str], stack: ExitStack) -> _OpenFile:
