@@ -1,10 +1,10 @@
 """From the headers of an adapter's files to a plan of what is applied where.
 
-``peft`` plans and then builds; ``inspection`` plans and shows. ``place_tensors`` looks every
+``peft`` plans and then builds; ``inspection`` plans and shows. ``tensors_by_place`` looks every
 tensor's name up in the one table (``names``), so that a tensor without a place is known before any
-data is read; ``plan_units`` brings the placed pairs into :class:`Unit`s, module by module, with
-their ranks and scales. Both tell what is wrong to ``report``: raising there (the default) stops at
-the first.
+data is read; ``pair_up`` finds A and B of each place, and ``plan_units`` brings the pairs into
+:class:`Unit`s, module by module, with their ranks and scales. They tell what is wrong to
+``report``: raising there (the default) stops at the first.
 
 Forms of routed experts that are read:
 
@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cupylora.adapters.dtypes import FACTOR_DTYPES
 from cupylora.adapters.names import Factor, Foreign, Key, Place, misplaced, place
@@ -36,7 +37,16 @@ from cupylora.errors import AdapterFormatError
 from cupylora.shapes import MAX_RANK, ModelShape, MoeShape
 from cupylora.text import counted, listed, shown
 
-__all__ = ["Placed", "Report", "check_placed", "plan_units", "raise_it", "tensors_by_place"]
+__all__ = [
+    "Placed",
+    "Report",
+    "check_placed",
+    "pair_up",
+    "plan_units",
+    "raise_it",
+    "scale_of",
+    "tensors_by_place",
+]
 
 Report = Callable[[AdapterFormatError], None]
 """Told what is wrong with an adapter; what it is about is left out of what follows."""
@@ -141,121 +151,132 @@ def _other_model(model: ModelShape, base_model: str | None) -> str:
     )
 
 
-def plan_units(
+def pair_up(
     placed: Placed,
     tensors: Mapping[str, TensorInfo],
     alpha: Callable[[str], float],
-    model: ModelShape,
+    model: ModelShape | None,
     config: PeftConfig,
     report: Report = raise_it,
-) -> list[Unit]:
-    """What becomes of the placed tensors, in the order of layers and of the model's modules.
+) -> list[Pair]:
+    """The placed tensors by pairs; alpha: the value of a tensor that holds one.
 
-    alpha: the value of a tensor that holds one. Reports halves of pairs, shapes and ranks that do
-    not fit, modules given twice, and patterns of ``config`` that match none.
+    Reports halves of pairs, tensors larger than any of ``model``, and alphas that only some have.
     """
-    planner = _Planner(model, config, report)
-    pairs = planner.pairs(placed, tensors, alpha)
-    units = planner.units(pairs)
-    if not planner.failed:  # what was left out may be what a pattern is for
-        planner.attempt(config.check_patterns_used)
+    pairs = []
+    for key, factors in placed.by_key.items():
+        try:
+            pair = _pair(key, factors, tensors, alpha)
+            if model:
+                _check_size(pair, model, config.base_model)
+            pairs.append(pair)
+        except AdapterFormatError as error:
+            report(error)
+    bare = [pair.a_name for pair in pairs if pair.alpha is None]
+    if config.alpha is None and 0 < len(bare) < len(pairs):
+        report(
+            AdapterFormatError(
+                f"{len(bare)} of {counted(len(pairs), 'module')} have no alpha, so their scale is "
+                f"unknown; save the adapter again; they are: {listed(map(shown, bare))}"
+            )
+        )
+    return pairs
+
+
+def _pair(
+    key: Key,
+    factors: Mapping[Factor, tuple[str, Place]],
+    tensors: Mapping[str, TensorInfo],
+    alpha: Callable[[str], float],
+) -> Pair:
+    for factor in ("A", "B"):
+        if factor not in factors:
+            name, _ = next(iter(factors.values()))
+            raise AdapterFormatError(
+                f"tensor {shown(name)} has no lora_{factor} beside it; save the adapter again"
+            )
+    (a_name, found), (b_name, _) = factors["A"], factors["B"]
+    stored = alpha(factors["alpha"][0]) if "alpha" in factors else None
+    return Pair(key, found.path, a_name, b_name, tensors[a_name], tensors[b_name], stored)
+
+
+def _check_size(pair: Pair, model: ModelShape, base_model: str | None) -> None:
+    """No tensor is larger than the largest factor that a module of the model can have."""
+    widest = max(max(m.in_features, m.out_features) for m in model.modules)
+    experts = model.moe.experts if model.moe else 1
+    if model.moe:
+        widest = max(widest, model.moe.first_width)
+    most = experts * MAX_RANK * widest
+    for name, shape in ((pair.a_name, pair.a.shape), (pair.b_name, pair.b.shape)):
+        if math.prod(shape) > most:
+            raise AdapterFormatError(
+                f"{shown(name)} {list(shape)} is larger than any factor of model "
+                f"{shown(model.name)} ({most} elements, at rank {MAX_RANK}); "
+                f"{_other_model(model, base_model)}"
+            )
+
+
+def scale_of(config: PeftConfig, pair: Pair, rank: int, parameter: str = "") -> float:
+    """The pair's scale by ``config``, as :meth:`PeftConfig.scale` gives it.
+
+    Patterns may name its path with or without the leading ``model.``; ``parameter`` is the stacked
+    parameter it adapts, which its name may lack.
+    """
+    path = pair.path.replace(".base_layer", "")
+    path = f"{path}.{parameter}" if parameter and pair.key.module is None else path
+    bare = path[path.index("layers.") :]
+    return config.scale((path, f"model.{bare}"), rank, pair.a_name, pair.alpha)
+
+
+def plan_units(
+    pairs: Sequence[Pair], model: ModelShape, config: PeftConfig, report: Report = raise_it
+) -> list[Unit]:
+    """What becomes of the pairs, in the order of layers and of the model's modules.
+
+    Reports shapes and ranks that do not fit, modules given twice, and patterns of ``config`` that
+    match none.
+    """
+    planner = _Planner(model, config)
+    units, whole = [], True
+    taken: set[tuple[int, str]] = set()
+    for make in planner.makers(pairs):
+        try:
+            for unit in make():
+                _claim(taken, unit)
+                units.append(unit)
+        except AdapterFormatError as error:
+            whole = False
+            report(error)
+    if whole:  # what was left out may be what a pattern is for
+        try:
+            config.check_patterns_used()
+        except AdapterFormatError as error:
+            report(error)
     order = {module.name: i for i, module in enumerate(model.modules)}
     return sorted(units, key=lambda unit: (unit.layer, order[unit.modules[0]]))
 
 
 class _Planner:
-    """Brings placed tensors into units, module by module."""
+    """Brings pairs into units, module by module."""
 
-    def __init__(self, model: ModelShape, config: PeftConfig, report: Report) -> None:
-        self.model, self.config, self.report = model, config, report
+    def __init__(self, model: ModelShape, config: PeftConfig) -> None:
+        self.model, self.config = model, config
         self.shapes = {module.name: module for module in model.modules}
-        self.largest = _largest_factor(model)
-        self.failed = False
 
-    def attempt(self, step: Callable[[], None]) -> None:
-        """Do it, or report why not."""
-        try:
-            step()
-        except AdapterFormatError as error:
-            self.failed = True
-            self.report(error)
-
-    def pairs(
-        self, placed: Placed, tensors: Mapping[str, TensorInfo], alpha: Callable[[str], float]
-    ) -> list[Pair]:
-        """Those of which both halves are there."""
-        result: list[Pair] = []
-        for key, factors in placed.by_key.items():
-
-            def pair(key: Key = key, factors: Mapping[Factor, tuple[str, Place]] = factors) -> None:
-                result.append(self._pair(key, factors, tensors, alpha))
-
-            self.attempt(pair)
-        self.attempt(lambda: self._check_alphas(result))
-        return result
-
-    def _pair(
-        self,
-        key: Key,
-        factors: Mapping[Factor, tuple[str, Place]],
-        tensors: Mapping[str, TensorInfo],
-        alpha: Callable[[str], float],
-    ) -> Pair:
-        for factor in ("A", "B"):
-            if factor not in factors:
-                name, _ = next(iter(factors.values()))
-                raise AdapterFormatError(
-                    f"tensor {shown(name)} has no lora_{factor} beside it; save the adapter again"
-                )
-        (a_name, found), (b_name, _) = factors["A"], factors["B"]
-        for name in (a_name, b_name):
-            self._check_size(name, tensors[name].shape)
-        stored = alpha(factors["alpha"][0]) if "alpha" in factors else None
-        return Pair(key, found.path, a_name, b_name, tensors[a_name], tensors[b_name], stored)
-
-    def _check_size(self, name: str, shape: tuple[int, ...]) -> None:
-        """No tensor is larger than the largest factor that a module of the model can have."""
-        if math.prod(shape) > self.largest:
-            raise AdapterFormatError(
-                f"{shown(name)} {list(shape)} is larger than any factor of model "
-                f"{shown(self.model.name)} ({self.largest} elements, at rank {MAX_RANK}); "
-                f"{_other_model(self.model, self.config.base_model)}"
-            )
-
-    def _check_alphas(self, pairs: Sequence[Pair]) -> None:
-        """Without a config, all pairs have an alpha of their own or none has."""
-        bare = [pair.a_name for pair in pairs if pair.alpha is None]
-        if self.config.alpha is None and 0 < len(bare) < len(pairs):
-            raise AdapterFormatError(
-                f"{len(bare)} of {counted(len(pairs), 'module')} have no alpha, so their scale is "
-                f"unknown; save the adapter again; they are: {listed(map(shown, bare))}"
-            )
-
-    def units(self, pairs: Sequence[Pair]) -> list[Unit]:
-        """Every pair in one unit, every module in one at most."""
+    def makers(self, pairs: Sequence[Pair]) -> Iterator[Callable[[], list[Unit]]]:
+        """What makes the units of every pair, each pair in one; every maker may fail by itself."""
         experts: dict[tuple[int, str], list[Pair]] = defaultdict(list)
         stacked: list[Pair] = []
-        makers: list[Callable[[], list[Unit]]] = []
         for pair in pairs:
             if pair.key.form == "expert" and pair.key.module:
                 experts[pair.key.layer, pair.key.module].append(pair)
             elif pair.key.form == "group" and pair.key.module is None and _is_flat(pair):
                 stacked.append(pair)
             else:
-                makers.append(lambda pair=pair: [self._one(pair)])  # type: ignore[misc]
-        makers += [lambda members=members: [self._by_name(members)] for members in experts.values()]  # type: ignore[misc]
-        makers.append(lambda: self._stacked(stacked))
-        result: list[Unit] = []
-        taken: set[tuple[int, str]] = set()
-        for make in makers:
-
-            def add(make: Callable[[], list[Unit]] = make) -> None:
-                for unit in make():
-                    _claim(taken, unit)
-                    result.append(unit)
-
-            self.attempt(add)
-        return result
+                yield partial(self._one, pair)
+        for members in experts.values():
+            yield partial(self._by_name, members)
+        yield partial(self._stacked, stacked)
 
     def _misfit(self, pair: Pair, need: str) -> AdapterFormatError:
         """A pair whose shapes are not those of this model; ``need``: which of its parts is how."""
@@ -263,13 +284,6 @@ class _Planner:
             f"{pair.where} do not fit model {shown(self.model.name)}, whose {need}; "
             f"{_other_model(self.model, self.config.base_model)}"
         )
-
-    def _scale(self, pair: Pair, rank: int, parameter: str = "") -> float:
-        """The pair's scale; patterns may name its path with or without the leading ``model.``."""
-        path = pair.path.replace(".base_layer", "")
-        path = f"{path}.{parameter}" if parameter and pair.key.module is None else path
-        bare = path[path.index("layers.") :]
-        return self.config.scale((path, f"model.{bare}"), rank, pair.a_name, pair.alpha)
 
     def _flat_rank(self, pair: Pair, group: Group) -> int:
         """Rank of a two-dimensional pair that fits ``group``."""
@@ -279,22 +293,23 @@ class _Planner:
             raise self._misfit(pair, f"{group.name} needs [r, {need[0]}] and [{need[1]}, r]")
         return a[0]
 
-    def _one(self, pair: Pair) -> Unit:
+    def _one(self, pair: Pair) -> list[Unit]:
         """A dense module, or all experts in three dimensions."""
         if pair.key.form == "group" and self.model.moe:
-            return self._three_dimensional(pair, self.model.moe)
+            return [self._three_dimensional(pair, self.model.moe)]
         group = single(self.shapes[str(pair.key.module)])
         rank = self._flat_rank(pair, group)
-        return Unit(pair.key.layer, group, 1, (pair,), (rank,), (self._scale(pair, rank),))
+        scale = scale_of(self.config, pair, rank)
+        return [Unit(pair.key.layer, group, 1, (pair,), (rank,), (scale,))]
 
-    def _by_name(self, pairs: Sequence[Pair]) -> Unit:
+    def _by_name(self, pairs: Sequence[Pair]) -> list[Unit]:
         """The experts of one module that are there."""
         layer, name = pairs[0].key.layer, str(pairs[0].key.module)
         group = self._named_group(name)
         experts = self.model.moe.experts if self.model.moe else 1
         ranks = tuple(self._flat_rank(pair, group) for pair in pairs)
-        scales = tuple(self._scale(pair, rank) for pair, rank in zip(pairs, ranks, strict=True))
-        return Unit(layer, group, experts, tuple(pairs), ranks, scales)
+        scales = tuple(map(partial(scale_of, self.config), pairs, ranks))
+        return [Unit(layer, group, experts, tuple(pairs), ranks, scales)]
 
     def _named_group(self, name: str) -> Group:
         """A stacked parameter, or a module of the experts by itself."""
@@ -309,7 +324,7 @@ class _Planner:
         units = []
         for pair, (group, swapped) in zip(pairs, layouts.decide(pairs), strict=True):
             rank = pair.a.shape[0] // moe.experts
-            scale = self._scale(pair, rank, group.name)
+            scale = scale_of(self.config, pair, rank, group.name)
             order = StackedOrder(swapped, self.config.by_expert)
             units.append(
                 Unit(pair.key.layer, group, moe.experts, (pair,), (rank,), (scale,), order)
@@ -330,7 +345,7 @@ class _Planner:
                 f"{group.name} needs [{moe.experts} or 1, r, {need[0]}] and "
                 f"[{moe.experts} or 1, {need[1]}, r]",
             )
-        scale = self._scale(pair, a[1], group.name)
+        scale = scale_of(self.config, pair, a[1], group.name)
         return Unit(pair.key.layer, group, moe.experts, (pair,), (a[1],), (scale,))
 
 
@@ -347,12 +362,3 @@ def _claim(taken: set[tuple[int, str]], unit: Unit) -> None:
                 f"{unit.pairs[0].where}; remove one of them"
             )
         taken.add((unit.layer, module))
-
-
-def _largest_factor(model: ModelShape) -> int:
-    """Elements of the largest factor that any module of ``model`` can have."""
-    widest = max(max(m.in_features, m.out_features) for m in model.modules)
-    experts = model.moe.experts if model.moe else 1
-    if model.moe:
-        widest = max(widest, model.moe.first_width)
-    return experts * MAX_RANK * widest

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from cupylora.adapters.assembly import (
     Placed,
     check_placed,
+    pair_up,
     plan_units,
     raise_it,
     tensors_by_place,
@@ -54,7 +55,8 @@ def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None
             placed = tensors_by_place(weights.tensors, model)
             check_placed(placed, model, config.base_model if config else None, raise_it)
             config = config or config_for(place, placed)
-            units = plan_units(placed, weights.tensors, weights.scalar, model, config)
+            pairs = pair_up(placed, weights.tensors, weights.scalar, model, config)
+            units = plan_units(pairs, model, config)
             tensors = weights.read()
         for unit in units:
             _check_values(unit, tensors)

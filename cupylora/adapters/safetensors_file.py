@@ -87,6 +87,11 @@ class WeightFiles:
         }
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(file.path for file in self._files)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all data."""
         return sum(file.size for file in self._files)

@@ -21,7 +21,17 @@ from cupylora.errors import AdapterFormatError
 from cupylora.shapes import ModuleShape, MoeShape
 from cupylora.text import shown
 
-__all__ = ["Group", "Pair", "StackedOrder", "Unit", "check_finite", "groups_of", "scaled", "single"]
+__all__ = [
+    "Group",
+    "Pair",
+    "StackedOrder",
+    "Unit",
+    "check_finite",
+    "common_dtype",
+    "groups_of",
+    "scaled",
+    "single",
+]
 
 Array = npt.NDArray[Any]
 
@@ -154,7 +164,7 @@ class Unit:
         Where scales differ, B is float32 and holds the ratio, with one rounding (the file's own
         type may not reach that far).
         """
-        dtype = _common_dtype(info.dtype for pair in self.pairs for info in (pair.a, pair.b))
+        dtype = common_dtype(info.dtype for pair in self.pairs for info in (pair.a, pair.b))
         b_dtype = dtype if len(set(self.scales)) == 1 else np.dtype(np.float32)
         a = np.zeros(self.a_shape, dtype)
         b = np.zeros(self.b_shape(slice(None)), b_dtype)
@@ -181,7 +191,7 @@ def scaled(name: str, values: Array, own: float, scale: float) -> Array:
     return exact.astype(np.float32)
 
 
-def _common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+def common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
     """The one dtype of all; float32, which holds the others exactly, where they differ."""
     found = set(dtypes)
     return found.pop() if len(found) == 1 else np.dtype(np.float32)

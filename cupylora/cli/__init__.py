@@ -27,6 +27,7 @@ _USAGE, _INTERRUPTED, _NO_READER = 2, 130, 141
 # Command -> (module that defines it as ``command``, what it does).
 _COMMANDS = {
     "run": ("cupylora.cli.run", "Run a mixed batch of adapters through a model's layers."),
+    "inspect": ("cupylora.cli.inspect", "Show what an adapter holds, and what is wrong with it."),
     "bench": ("cupylora.cli.bench", "Time the LoRA kernels on this GPU, beside floors and peers."),
     "doctor": ("cupylora.cli.doctor", "Say whether the GPU can be used, and what is missing."),
     "kernels": ("cupylora.cli.kernels", "List the CUDA kernels and their architectures."),
