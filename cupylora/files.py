@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _LARGEST_JSON = 16 << 20
-_MOST_VALUES = 1 << 22
+_MOST_VALUES = 1 << 21
 """In one JSON text: parsed, each takes some 60 to 200 bytes, however few it has in the text."""
 
 

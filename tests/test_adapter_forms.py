@@ -195,13 +195,7 @@ def test_experts_in_lists_by_parameter(tmp_path: Path) -> None:
     """GPT-OSS as Unsloth loads it in four bits: one linear layer has an expert's gate and up."""
     toy = files.model(gate_up_layout="interleaved", transposed_experts=True)
     expected = files.expert_factors(MOE, 4)
-    fused = files.fused_b(toy.moe, expected)
-    tensors: Tensors = {}
-    for expert in (0, 2, 3):
-        path = "layers.0.mlp.experts.{}s." + str(expert)
-        tensors |= linear(path.format("gate_up_proj"), expected["up_proj"].a[expert], fused[expert])
-        down = expected["down_proj"]
-        tensors |= linear(path.format("down_proj"), down.a[expert], down.b[expert])
+    tensors = files.in_lists(toy.moe, expected, 0, only=(0, 2, 3))
     found = read_adapter(write(tmp_path, tensors), toy).factors
     assert found[0, "gate_proj"].a is found[0, "up_proj"].a
     present = np.array([1, 0, 1, 1])[:, None, None]
@@ -237,10 +231,7 @@ def test_unsloths_packing_of_b(config: dict[str, str], swapped: bool, tmp_path: 
     expected = files.expert_factors(MOE, 3)
     tensors = files.stacked(MOE, expected, 0, swapped=swapped)
     if config["lora_B_layout"] == "grouped_by_expert":
-        for name, b in tensors.items():
-            if "lora_B" in name:
-                by_rank = b.reshape(len(b), 3, MOE.experts)
-                tensors[name] = by_rank.transpose(0, 2, 1).reshape(len(b), -1)
+        tensors = files.packed_by_expert(tensors, MOE.experts)
     version = "0.18.1" if swapped else "0.21.2"
     folder = write(tmp_path, tensors, r=3, peft_version=version, **config)
     found = read_adapter(folder, TOY).factors

@@ -49,8 +49,8 @@ _SCALAR_DTYPES = {**_DTYPES, "F64": np.dtype(np.float64), "I64": np.dtype(np.int
 """Of tensors of one element, as an alpha is: torch makes int64 of a whole number."""
 
 _LENGTH_BYTES = 8
-LARGEST_JSON = 64_000_000
-"""Bytes of an index, and of all headers of an adapter, that are read: some 400,000 tensors."""
+LARGEST_JSON = 32_000_000
+"""Bytes of an index, and of all headers of an adapter, that are read: some 200,000 tensors."""
 _MAX_DIMENSIONS = 8
 SUFFIX = ".safetensors"
 SINGLE_FILE = f"adapter_model{SUFFIX}"
