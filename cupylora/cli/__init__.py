@@ -1,8 +1,8 @@
 """The command line. Subcommands are imported when they are called, so ``--help`` is quick.
 
-Exit codes of every command: 0 success, 1 a check failed, 2 wrong usage or input, too little memory,
-or output that cannot be written (one clear line on stderr), 130 interrupted, 141 nobody reads the
-output any more.
+Exit codes of every command: 0 success, 1 a check failed or an adapter is refused, 2 wrong usage or
+input, too little memory, or output that cannot be written (one clear line on stderr), 130
+interrupted, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
