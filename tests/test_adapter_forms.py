@@ -76,7 +76,7 @@ def test_kohya_names_with_their_own_alpha(
     alpha = np.full(shape, 6, dtype)
     file = save_as(tmp_path / "style.safetensors", kohya(path, a, b, alpha))
     adapter = read_adapter(file, TOY)
-    assert adapter.name == "style.safetensors"
+    assert adapter.name == "style"
     [(key, found)] = adapter.factors.items()
     assert (key, found.scale) == ((0, "q_proj"), 1.5)
     np.testing.assert_array_equal(found.a[0], a)

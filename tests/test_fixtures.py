@@ -25,8 +25,11 @@ from fixtures_util import (
     projection,
 )
 
+from cupylora.adapters.assembly import pair_up, plan_units, tensors_by_place
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.peft import read_adapter
+from cupylora.adapters.peft_config import read_config
+from cupylora.adapters.safetensors_file import open_weights
 from cupylora.errors import AdapterFormatError
 from cupylora.shapes import PRESETS
 
@@ -60,6 +63,22 @@ def test_peft_outputs_are_reproduced(name: str) -> None:
     adapted = {module for layer, module in adapter.factors if layer == LAYER}
     assert adapted & fixture.model.dense_modules <= fixture.expected.keys()
     assert ("moe" in fixture.expected) == (fixture.model.shape.moe is not None)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_every_tensor_has_its_part_in_one_unit(name: str) -> None:
+    fixture = load_fixture(name)
+    model = fixture.model.shape
+    config = read_config(fixture.path / "adapter_config.json")
+    with open_weights(fixture.path) as weights:
+        placed = tensors_by_place(weights.tensors, model)
+        units = plan_units(
+            pair_up(placed, weights.tensors, weights.scalar, model, config), model, config
+        )
+        used = [n for unit in units for pair in unit.pairs for n in (pair.a_name, pair.b_name)]
+        assert sorted(used) == sorted(weights.tensors)
+    given = [(unit.layer, module) for unit in units for module in unit.modules]
+    assert len(given) == len(set(given))
 
 
 def test_tiny_moe_is_the_preset() -> None:

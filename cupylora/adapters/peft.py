@@ -61,7 +61,8 @@ def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None
         for unit in units:
             _check_values(unit, tensors)
         factors = {key: value for unit in units for key, value in _built(unit, tensors)}
-    return Adapter(name or place.name, _sharing_gate_and_up(factors), str(place))
+    own = place.name if place.is_dir() else place.stem
+    return Adapter(name or own, _sharing_gate_and_up(factors), str(place))
 
 
 def adapter_path(path: str | Path) -> Path:
