@@ -55,7 +55,9 @@ def test_what_is_shown_is_what_a_load_does(name: str, dtype: str) -> None:
     assert found.values_read
     assert found.device_nbytes == adapter_bytes(adapter, 2 if dtype == "bfloat16" else 4)
     shown = {
-        (layer, row.module): (row.rank, row.scale) for row in found.applied for layer in row.layers
+        (layer, row.module): (row.rank, max(row.scales, key=abs))
+        for row in found.applied
+        for layer in row.layers
     }
     assert shown == {key: (f.rank, f.scale) for key, f in adapter.factors.items()}
     unread = inspect_adapter(fixture.path, fixture.model.shape, values=False)
@@ -109,7 +111,7 @@ def test_kohyas_file(tmp_path: Path) -> None:
     file = tmp_path / "style.safetensors"
     file.write_bytes(save(tensors))
     found = inspect_adapter(file, TOY)
-    assert [(row.module, row.scale) for row in found.applied] == [("q_proj", 0.5)]
+    assert [(row.module, row.scales) for row in found.applied] == [("q_proj", (0.5,))]
     [row] = found.held
     assert row.shapes == {"A": (4, 12), "B": (16, 4), "alpha": ()}
     assert problems(file, None) == []

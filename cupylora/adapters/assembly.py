@@ -164,11 +164,12 @@ def pair_up(
     Reports halves of pairs, tensors larger than any of ``model``, and alphas that only some have.
     """
     pairs = []
+    most = _largest_factor(model) if model else 0
     for key, factors in placed.by_key.items():
         try:
             pair = _pair(key, factors, tensors, alpha)
             if model:
-                _check_size(pair, model, config.base_model)
+                _check_size(pair, most, model, config.base_model)
             pairs.append(pair)
         except AdapterFormatError as error:
             report(error)
@@ -200,13 +201,17 @@ def _pair(
     return Pair(key, found.path, a_name, b_name, tensors[a_name], tensors[b_name], stored)
 
 
-def _check_size(pair: Pair, model: ModelShape, base_model: str | None) -> None:
-    """No tensor is larger than the largest factor that a module of the model can have."""
+def _largest_factor(model: ModelShape) -> int:
+    """Elements of the largest factor that a module of ``model`` can have."""
     widest = max(max(m.in_features, m.out_features) for m in model.modules)
     experts = model.moe.experts if model.moe else 1
     if model.moe:
         widest = max(widest, model.moe.first_width)
-    most = experts * MAX_RANK * widest
+    return experts * MAX_RANK * widest
+
+
+def _check_size(pair: Pair, most: int, model: ModelShape, base_model: str | None) -> None:
+    """No tensor has more than ``most`` elements, the model's largest factor."""
     for name, shape in ((pair.a_name, pair.a.shape), (pair.b_name, pair.b.shape)):
         if math.prod(shape) > most:
             raise AdapterFormatError(

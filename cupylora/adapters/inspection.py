@@ -69,10 +69,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Applied:
-    """What one module would get, in the layers where rank and scale are these.
+    """What one module would get, in the layers where rank and scales are these.
 
-    ``experts``: how many have factors, at least and at most; ``of_experts``: how many there are
-    (1: a dense module); ``nbytes``: on the device, in all these layers.
+    ``scales``: one, or those of its experts where they differ; ``experts``: how many have factors,
+    at least and at most; ``of_experts``: how many there are (1: a dense module); ``nbytes``: on the
+    device, in all these layers.
     """
 
     module: str
@@ -80,7 +81,7 @@ class Applied:
     experts: tuple[int, int]
     of_experts: int
     rank: int
-    scale: float
+    scales: tuple[float, ...]
     nbytes: int
 
 
@@ -337,23 +338,28 @@ def _common(name: str, infos: Mapping[str, TensorInfo], why_not: str = "") -> _R
     return _NUMBERS.sub("*", name), shapes, ", ".join(types), why_not
 
 
+_Same = tuple[str, int, tuple[float, ...]]
+"""What units in one row have in common: module, rank and scales."""
+
+
 def _applied(
     units: Sequence[Unit], digests: Mapping[str, bytes], model: ModelShape, dtype: Any
 ) -> tuple[Applied, ...]:
     """The plan by module, rank and scale, with the blocks that SlotTable would write."""
-    rows: dict[tuple[str, int, float], list[tuple[Unit, int]]] = defaultdict(list)
+    rows: dict[_Same, list[tuple[Unit, int]]] = defaultdict(list)
     marks, written = a_marks(units, digests), set()
     for unit in units:
         size = 0 if marks[id(unit)] in written else _block(unit.a_shape, dtype)
         written.add(marks[id(unit)])
         for module, part in unit.group.splits:
             size += _block(unit.b_shape(part), dtype)
-            rows[module, unit.rank, unit.scale].append((unit, size))
+            scales = tuple(sorted(set(unit.scales)))
+            rows[module, unit.rank, scales].append((unit, size))
             size = 0
     order = {module.name: i for i, module in enumerate(model.modules)}
     return tuple(
-        _row(module, rank, scale, members)
-        for (module, rank, scale), members in sorted(
+        _row(same, members)
+        for same, members in sorted(
             rows.items(), key=lambda item: (order[item[0][0]], item[1][0][0].layer)
         )
     )
@@ -363,7 +369,8 @@ def _block(shape: Iterable[int], dtype: Any) -> int:
     return block_bytes(math.prod(shape) * dtype.itemsize)
 
 
-def _row(module: str, rank: int, scale: float, members: Sequence[tuple[Unit, int]]) -> Applied:
+def _row(same: _Same, members: Sequence[tuple[Unit, int]]) -> Applied:
+    module, rank, scales = same
     named = [len(u.pairs) if u.pairs[0].key.form == "expert" else u.experts for u, _ in members]
     return Applied(
         module,
@@ -371,6 +378,6 @@ def _row(module: str, rank: int, scale: float, members: Sequence[tuple[Unit, int
         (min(named), max(named)),
         members[0][0].experts,
         rank,
-        scale,
+        scales,
         sum(size for _, size in members),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from cupylora.shapes import ModelShape, MoeShape
@@ -176,15 +177,24 @@ def first_name(moe: MoeShape) -> str:
     return "gate_up_proj" if moe.gated else "up_proj"
 
 
+@lru_cache(8)
+def _modules_of(model: ModelShape) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of its dense modules, and of what is adapted in its experts."""
+    dense = frozenset(m.name for group in model.dense_groups for m in group)
+    if model.moe is None:
+        return dense, frozenset()
+    return dense, frozenset({m.name for m in model.moe.modules} | {first_name(model.moe)})
+
+
 def misplaced(key: Key, model: ModelShape) -> Foreign | None:
     """Why ``model`` has no such place; None if it has."""
     if key.layer >= model.layers:
         return Foreign(f"model {shown(model.name)} has {counted(model.layers, 'layer')}")
+    dense, routed = _modules_of(model)
     if key.form == "dense":
-        known = any(key.module == m.name for group in model.dense_groups for m in group)
+        known = key.module in dense
     elif model.moe is None or key.expert >= model.moe.experts:
         known = False
     else:
-        names = {m.name for m in model.moe.modules} | {first_name(model.moe)}
-        known = key.module in names or (key.module is None and key.form == "group")
+        known = key.module in routed or (key.module is None and key.form == "group")
     return None if known else Foreign(f"no module of model {shown(model.name)}")

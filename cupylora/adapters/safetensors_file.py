@@ -284,15 +284,20 @@ def _check_cover(path: Path, tensors: Iterable[tuple[str, TensorInfo]], size: in
     """The tensors fill the data from its first byte to its last, each byte once."""
     at = 0
     for name, span in sorted(tensors, key=lambda item: (item[1].begin, item[1].end)):
-        where, begin, end = f"tensor {shown(name)}", quoted(span.begin), quoted(span.end)
-        if span.end > size:
-            raise _error(path, f"{where} ends at byte {end} of {size}: the file is cut short")
-        if span.begin != at:
-            kind = "overlaps" if span.begin < at else "leaves a gap after"
-            raise _error(path, f"{where} at byte {begin} {kind} the tensor that ends at {at}")
+        if span.end > size or span.begin != at:
+            raise _error(path, _uncovered(name, span, at, size))
         at = span.end
     if at != size:
         raise _error(path, f"{size - at} bytes after the last tensor belong to none")
+
+
+def _uncovered(name: str, span: TensorInfo, at: int, size: int) -> str:
+    """Why a tensor cannot follow one that ends at ``at`` in ``size`` bytes of data."""
+    where, begin, end = f"tensor {shown(name)}", quoted(span.begin), quoted(span.end)
+    if span.end > size:
+        return f"{where} ends at byte {end} of {size}: the file is cut short"
+    kind = "overlaps" if span.begin < at else "leaves a gap after"
+    return f"{where} at byte {begin} {kind} the tensor that ends at {at}"
 
 
 def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:

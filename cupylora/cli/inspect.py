@@ -197,7 +197,7 @@ def _applied_table(found: Inspection) -> Table:
             _ranges(row.layers),
             f"{some} of {row.of_experts}" if row.of_experts > 1 else "",
             str(row.rank),
-            f"{row.scale:g}",
+            _range(row.scales),
             byte_size(row.nbytes),
         )
     _add_rest(table, len(found.applied))
