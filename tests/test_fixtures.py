@@ -27,6 +27,7 @@ from fixtures_util import (
 
 from cupylora.adapters.assembly import pair_up, plan_units, tensors_by_place
 from cupylora.adapters.factors import Adapter
+from cupylora.adapters.inspection import inspect_adapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.peft_config import read_config
 from cupylora.adapters.safetensors_file import open_weights
@@ -79,6 +80,34 @@ def test_every_tensor_has_its_part_in_one_unit(name: str) -> None:
         assert sorted(used) == sorted(weights.tensors)
     given = [(unit.layer, module) for unit in units for module in unit.modules]
     assert len(given) == len(set(given))
+
+
+REFUSED = {
+    "dora": ("use_dora = True", "v_proj.lora_magnitude_vector (DoRA"),
+    "bias": ("bias = 'lora_only'",),
+    "lora-bias": ("lora_bias = True", "v_proj.lora_B.bias (a bias"),
+    "modules-to-save": ("modules_to_save = ['norm']", "model.norm.weight (full weights"),
+    "embeddings": ("embed_tokens.lora_embedding_A (LoRA on embeddings",),
+    "output-head": ("lm_head.lora_A.weight (LoRA on the output head",),
+    "tokens": ("trainable_token_indices = [1, 2]", "trainable_tokens_delta (trained token"),
+    "router": ("layers.0.mlp.gate.lora_A.weight (LoRA on the router",),
+    "router-parameter": ("layers.1.mlp.gate.lora_B.weight (LoRA on the router",),
+    "shared-expert": ("shared_expert.up_proj.lora_A.weight (LoRA on a shared expert", "'s gate"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (DATA / "refused").iterdir()))
+def test_what_peft_writes_and_cannot_be_applied_is_named(name: str) -> None:
+    """Case 4, as peft itself saves it: the setting and every tensor, and what to do."""
+    models = {"router": "olmoe", "router-parameter": "olmoe", "shared-expert": "qwen2-moe"}
+    model = load_model_data(models.get(name, "llama")).shape
+    found = inspect_adapter(DATA / "refused" / name, model)
+    told = " ".join(problem.text for problem in found.problems)
+    for words in (*REFUSED[name], "train the adapter again without"):
+        assert words in told
+    with pytest.raises(AdapterFormatError) as caught:
+        read_adapter(DATA / "refused" / name, model)
+    assert REFUSED[name][0] in str(caught.value)
 
 
 def test_tiny_moe_is_the_preset() -> None:

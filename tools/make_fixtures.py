@@ -32,6 +32,7 @@ What is written:
   experts are run.
 * ``demo/NAME`` (tiny-moe adapters, which ``cupylora run`` uses if not told otherwise) and
   ``adapters/NAME``: the adapter directory, byte for byte as peft saved it, less its model card.
+* ``refused/NAME``: adapters with something that cannot be applied (DoRA, biases, the router, ...).
 * ``expected/NAME.safetensors``: peft's output of the adapted projections (``q_proj`` ...) and of
   the MoE block, less shared experts (``moe``), of the last layer for those inputs, in float32, and
   for some in bfloat16 (``moe.bfloat16``), with the releases in the header.
@@ -355,6 +356,31 @@ RECIPES = [
 ]
 
 
+REFUSED = [
+    Recipe("dora", "llama", "0.21.2", lora(2, 3, ["v_proj"], use_dora=True)),
+    Recipe("bias", "llama", "0.21.2", lora(2, 3, ["v_proj"], bias="lora_only")),
+    Recipe("lora-bias", "llama", "0.21.2", lora(2, 3, ["v_proj"], lora_bias=True)),
+    Recipe("modules-to-save", "llama", "0.21.2", lora(2, 3, ["v_proj"], modules_to_save=["norm"])),
+    Recipe("embeddings", "llama", "0.21.2", lora(2, 3, ["v_proj", "embed_tokens"])),
+    Recipe("output-head", "llama", "0.21.2", lora(2, 3, ["v_proj", "lm_head"])),
+    Recipe("tokens", "llama", "0.21.2", lora(2, 3, ["v_proj"], trainable_token_indices=[1, 2])),
+    Recipe("router", "olmoe", "0.17.1", lora(2, 3, ["v_proj", "gate"])),
+    Recipe(
+        "router-parameter",
+        "olmoe",
+        "0.21.2",
+        lora(2, 3, ["v_proj"], target_parameters=["mlp.gate.weight"]),
+    ),
+    Recipe(
+        "shared-expert",
+        "qwen2-moe",
+        "0.17.1",
+        lora(2, 3, r".*shared_expert(\.up_proj|_gate)"),
+    ),
+]
+"""Adapters with something that cannot be applied; no output is kept of them."""
+
+
 @dataclass
 class Tiny:
     """A tiny model, filled from a seed of its name, and what of it is stored."""
@@ -626,16 +652,29 @@ def make(recipe: Recipe, out: Path) -> None:
         rounded = outputs(recipe.model, tiny, torch.bfloat16)
         expected.update({f"{key}.bfloat16": value for key, value in rounded.items()})
     folder = recipe.folder(out)
-    shutil.rmtree(folder, ignore_errors=True)
-    tiny.model.to(recipe.dtype).save_pretrained(str(folder))
-    (folder / "README.md").unlink(missing_ok=True)
-    (folder / "adapter_model.safetensors").chmod(0o644)
+    tiny.model.to(recipe.dtype)
+    save(tiny, folder)
     releases = {"peft": peft.__version__, "transformers": transformers.__version__}
     path = out / "expected" / f"{recipe.name}.safetensors"
     origin = json.dumps({"model": recipe.model, **releases})
     store(expected, path, {"origin": origin})  # one key, since several are saved in random order
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{recipe.name}: {size:,} bytes, {', '.join(expected)}")
+
+
+@torch.no_grad()
+def make_refused(recipe: Recipe, out: Path) -> None:
+    tiny = build(recipe.model)
+    config = peft.LoraConfig(**{"lora_dropout": 0.0, "bias": "none", **recipe.lora})
+    tiny.model = peft.get_peft_model(tiny.model, config)
+    save(tiny, out / "refused" / recipe.name)
+
+
+def save(tiny: Tiny, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    tiny.model.save_pretrained(str(folder))
+    (folder / "README.md").unlink(missing_ok=True)
+    (folder / "adapter_model.safetensors").chmod(0o644)
 
 
 def store(
@@ -675,6 +714,9 @@ def main() -> None:
     for recipe in RECIPES:
         if recipe.fits_releases() and (not arguments.only or recipe.name in arguments.only):
             make(recipe, arguments.out)
+    for recipe in REFUSED:
+        if recipe.fits_releases() and (not arguments.only or recipe.name in arguments.only):
+            make_refused(recipe, arguments.out)
 
 
 if __name__ == "__main__":

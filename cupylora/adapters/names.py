@@ -91,6 +91,7 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"\b(?:hada|lokr|oft)_|\blora_mid\b"),
         "a variant of LoRA (LoHa, LoKr, LoCon, OFT)",
     ),
+    (re.compile(r"\btrainable_tokens_"), "trained token embeddings"),
     (re.compile(r"lora_embedding_|(?:embed_tokens|wte)\b.*lora_"), "LoRA on embeddings"),
     (re.compile(r"lora_(?:[AB](?:\.default)?|down|up)\.bias$"), "a bias of a LoRA factor"),
     (

@@ -214,7 +214,10 @@ def read_config(path: Path) -> PeftConfig:
         if key in values and _tested(test, values[key])
     ]
     if refused:
-        raise AdapterFormatError(f"{named(path)}: cannot be applied: {'; '.join(refused)}")
+        raise AdapterFormatError(
+            f"{named(path)}: cannot be applied: {'; '.join(refused)}; train the adapter again "
+            "without that, or merge it into the base weights"
+        )
     by_expert, told = _packing(path, values)
     return PeftConfig(
         path=path,
