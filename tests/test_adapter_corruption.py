@@ -96,7 +96,9 @@ def check(folder: Path) -> str:
     why = Slot().judge(folder)
     found = inspect_adapter(folder, TOY, dtype=np.float32)
     assert found.accepted == (not why), (why, found.problems)
-    assert all(problem.text.isprintable() for problem in found.problems)
+    for problem in found.problems:
+        assert problem.text.isprintable()
+        assert "; " in problem.text, "says what is wrong, but not what to do"
     inspect_adapter(folder)
     return why
 

@@ -117,7 +117,7 @@ def test_kohyas_file(tmp_path: Path) -> None:
     assert problems(file, None) == []
     file.write_bytes(save(q_tensors()))
     [text] = problems(file, None)
-    assert "adapter_config.json: no such file" in text
+    assert "scale stands in an adapter_config.json, which is not there" in text
 
 
 # What is wrong

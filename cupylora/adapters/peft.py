@@ -100,8 +100,8 @@ def config_for(place: Path, placed: Placed) -> PeftConfig:
     if placed.kohya:
         return no_config(place)
     raise AdapterFormatError(
-        f"{named(place / CONFIG_FILE)}: no such file; without it the scale of tensors named as "
-        "peft does is unknown, so copy it beside them, and give the directory"
+        f"{named(place)}: its tensors are named as peft names them, so their scale stands in an "
+        f"{CONFIG_FILE}, which is not there; give the directory that has both"
     )
 
 

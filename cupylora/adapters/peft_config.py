@@ -203,10 +203,13 @@ def read_config(path: Path) -> PeftConfig:
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise AdapterFormatError(f"{named(path)}: cannot be read: {reason(error)}") from error
+        raise AdapterFormatError(
+            f"{named(path)}: cannot be read: {reason(error)}; copy or save it again"
+        ) from error
     if values.get("peft_type") != "LORA":
         raise AdapterFormatError(
-            f"{named(path)}: peft_type is {quoted(values.get('peft_type'))}, not 'LORA'"
+            f"{named(path)}: peft_type is {quoted(values.get('peft_type'))}; only adapters of "
+            "type 'LORA' are read"
         )
     refused = [
         f"{key} = {quoted(values[key])} ({why})"

@@ -181,7 +181,7 @@ class _OpenFile:
             self.file.seek(self.start + begin)
             body = np.fromfile(self.file, dtype=np.uint8, count=size)
         except OSError as error:
-            raise _error(self.path, f"cannot be read ({reason(error)})") from error
+            raise _unreadable(self.path, error) from error
         except MemoryError as error:
             raise _error(
                 self.path,
@@ -195,6 +195,14 @@ class _OpenFile:
 
 def _error(path: Path, problem: str) -> AdapterFormatError:
     return AdapterFormatError(f"{named(path)}: {problem}")
+
+
+def _broken(path: Path, problem: str) -> AdapterFormatError:
+    return _error(path, f"{problem}; the file is damaged or half written: copy or save it again")
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> AdapterFormatError:
+    return _error(path, f"cannot be read ({reason(error)}); copy it there, readable for this user")
 
 
 def _nothing(folder: Path) -> AdapterFormatError:
@@ -219,7 +227,7 @@ def _open(path: Path, stack: ExitStack) -> _OpenFile:
         length = os.fstat(file.fileno()).st_size
         header, size = _header(path, file, length)
     except (OSError, ValueError) as error:
-        raise _error(path, f"cannot be read ({reason(error)})") from error
+        raise _unreadable(path, error) from error
     tensors = {name: _info(path, name, entry) for name, entry in header.items()}
     _check_cover(path, tensors.items(), size)
     return _OpenFile(path, file, tensors, length - size, size)
@@ -228,11 +236,13 @@ def _open(path: Path, stack: ExitStack) -> _OpenFile:
 def _header(path: Path, file: FileIO, size: int) -> tuple[dict[str, Any], int]:
     """The header's tensors, and how many bytes of data follow."""
     if size < _LENGTH_BYTES:
-        raise _error(path, f"has {size} bytes; a safetensors file starts with an 8-byte length")
+        raise _broken(
+            path, f"has {size} bytes, but a safetensors file starts with an 8-byte length"
+        )
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     room = size - _LENGTH_BYTES
     if length > min(room, LARGEST_JSON):
-        raise _error(
+        raise _broken(
             path,
             f"its header should be {length} bytes long, but {room} bytes follow, and at most "
             f"{LARGEST_JSON} are read",
@@ -240,7 +250,7 @@ def _header(path: Path, file: FileIO, size: int) -> tuple[dict[str, Any], int]:
     try:
         header = parse_json(file.read(length))
     except ValueError as error:
-        raise _error(path, f"its header is {error}") from error
+        raise _broken(path, f"its header is {error}") from error
     header.pop("__metadata__", None)
     return header, room - length
 
@@ -257,7 +267,7 @@ def _info(path: Path, name: str, entry: Any) -> TensorInfo:
     fields = entry if isinstance(entry, dict) else {}
     shape, offsets = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise _error(path, f"{where}: shape and data_offsets must be lists of whole numbers")
+        raise _broken(path, f"{where}: shape and data_offsets must be lists of whole numbers")
     if len(shape) > _MAX_DIMENSIONS:
         raise _error(
             path, f"{where} has {len(shape)} dimensions; factors have 2 or 3, so convert it"
@@ -272,7 +282,7 @@ def _info(path: Path, name: str, entry: Any) -> TensorInfo:
     begin, end = offsets
     size = math.prod(shape) * dtype.itemsize
     if end - begin != size:
-        raise _error(
+        raise _broken(
             path,
             f"{where} of shape {quoted(shape)} needs {quoted(size)} bytes, not "
             f"[{quoted(begin)}, {quoted(end)})",
@@ -285,10 +295,10 @@ def _check_cover(path: Path, tensors: Iterable[tuple[str, TensorInfo]], size: in
     at = 0
     for name, span in sorted(tensors, key=lambda item: (item[1].begin, item[1].end)):
         if span.end > size or span.begin != at:
-            raise _error(path, _uncovered(name, span, at, size))
+            raise _broken(path, _uncovered(name, span, at, size))
         at = span.end
     if at != size:
-        raise _error(path, f"{size - at} bytes after the last tensor belong to none")
+        raise _broken(path, f"{size - at} bytes after the last tensor belong to none")
 
 
 def _uncovered(name: str, span: TensorInfo, at: int, size: int) -> str:
@@ -304,13 +314,13 @@ def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
     try:
         names = read_json(index, LARGEST_JSON).get("weight_map")
     except (OSError, ValueError) as error:
-        raise _error(index, f"the index cannot be read: {reason(error)}") from error
+        raise _broken(index, f"the index cannot be read: {reason(error)}") from error
     if not isinstance(names, dict) or not names:
-        raise _error(index, "has no weight_map that names the tensors")
+        raise _broken(index, "has no weight_map that names the tensors")
     tensors: dict[str, set[str]] = {}
     for name, shard in names.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise _error(index, f"shard {quoted(shard)} is not a file name of this directory")
+            raise _broken(index, f"shard {quoted(shard)} is not a file name of this directory")
         tensors.setdefault(shard, set()).add(name)
     files = []
     for shard in sorted(tensors):
@@ -331,5 +341,5 @@ def _open_shard(index: Path, shard: str, names: set[str], stack: ExitStack) -> _
     found = _open(path, stack)
     odd = sorted(names ^ found.tensors.keys())
     if odd:
-        raise _error(path, f"differs from its index in these tensors: {listed(map(shown, odd))}")
+        raise _broken(path, f"differs from its index in these tensors: {listed(map(shown, odd))}")
     return found

@@ -152,7 +152,7 @@ class Unit:
         first = self.pairs[0]
         if self.order is not None:
             return _unstack(tensors[first.a_name], tensors[first.b_name], self.experts, self.order)
-        if first.a.shape[0] and len(first.a.shape) == 3:
+        if len(first.a.shape) == 3:
             return tensors[first.a_name], tensors[first.b_name]
         if self.experts == 1:
             return tensors[first.a_name][None], tensors[first.b_name][None]

@@ -136,12 +136,11 @@ def _print(found: Inspection, console: Console) -> None:
         _say(console, text)
     if found.held:
         console.print(_held_table(found.held))
-    if found.model:
-        if found.applied:
-            _say(console, f"Applied to {shown(found.model.name)}, in {found.dtype}", "italic")
-            console.print(_applied_table(found))
-        else:
-            _say(console, f"Nothing of it can be applied to {shown(found.model.name)}.")
+    if found.model and found.applied:
+        _say(console, f"Applied to {shown(found.model.name)}, in {found.dtype}", "italic")
+        console.print(_applied_table(found))
+    elif found.model and found.held:
+        _say(console, f"Nothing of it can be applied to {shown(found.model.name)}.")
     problems = [
         problem.text + (f" (and {problem.count - 1} more like it)" if problem.count > 1 else "")
         for problem in found.problems
@@ -157,7 +156,8 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _overview(found: Inspection) -> Iterable[str]:
-    yield f"{counted(found.tensors, 'tensor')}, {byte_size(found.nbytes)} in the files"
+    if found.tensors:
+        yield f"{counted(found.tensors, 'tensor')}, {byte_size(found.nbytes)} in the files"
     if found.base_model:
         yield f"trained on {shown(found.base_model)}"
     if found.peft:
