@@ -10,7 +10,7 @@ import adapter_files as files
 import ml_dtypes
 import numpy as np
 import pytest
-from adapter_files import PREFIX, Tensors, write
+from adapter_files import PREFIX, Tensors, linear, write
 from click.testing import CliRunner, Result
 from fixtures_util import ALL, FIXTURES, UNDECIDED, load_fixture
 from safetensors.numpy import save
@@ -99,6 +99,21 @@ def test_without_a_model_all_is_listed_by_pattern(tmp_path: Path) -> None:
     odd = rows["vision_tower.layers.*.conv.weight"]
     assert (odd.shapes, odd.why_not) == ({"tensor": (2, 3)}, "full weights (modules_to_save)")
     assert [problem.text[:12] for problem in found.problems] == ["1 of 9 tenso"]
+
+
+def test_without_a_model_what_no_model_would_take_is_found(tmp_path: Path) -> None:
+    odd = linear(Q, np.ones((4, 12), np.float32), np.ones((16, 3), np.float32))
+    for name, tensors, config, words in (
+        ("halves", odd, {}, "are not [r, in] and [out, r]"),
+        ("flat", linear(Q, *(np.ones(4, np.float32),) * 2), {}, "are not [r, in] and [out, r]"),
+        ("rank", q_tensors(), {"r": 8}, "r is 8"),
+        ("pattern", q_tensors(), {"alpha_pattern": {"q_prj": 2}}, "matches alpha_pattern key"),
+    ):
+        [text] = problems(write(tmp_path / name, tensors, **config), None)
+        assert words in text
+    stacked = files.stacked(MOE, files.expert_factors(MOE, 4), 0) | q_tensors()
+    pattern = {"alpha_pattern": {"experts.gate_up_proj": 2}}
+    assert problems(write(tmp_path / "stacked", stacked, **pattern), None) == []
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -247,16 +247,15 @@ class _Inspector:
     def _scales(self, pairs: Sequence[Pair], config: PeftConfig) -> dict[str, float]:
         """By A's name: the scale of each pair whose rank can be known without a model."""
         scales = {}
-        for pair in pairs:
-            a, b = pair.a.shape, pair.b.shape
-            if pair.key.form == "group" or not len(a) == len(b) == 2:
-                continue
+        single = [pair for pair in pairs if pair.key.form != "group"]
+        for pair in single:
             try:
-                if a[0] != b[1]:
-                    raise AdapterFormatError(
-                        f"{pair.where} are not [r, in] and [out, r]; save the adapter again"
-                    )
-                scales[pair.a_name] = scale_of(config, pair, a[0])
+                scales[pair.a_name] = scale_of(config, pair, _rank_of_one(pair))
+            except AdapterFormatError as error:
+                self.result.report(error)
+        if len(scales) == len(pairs):  # patterns may be for what else there is
+            try:
+                config.check_patterns_used()
             except AdapterFormatError as error:
                 self.result.report(error)
         return scales
@@ -298,6 +297,16 @@ class _Inspector:
                 "before September 2026, without saying so; it is read as peft packs it; if Unsloth "
                 'trained it then, add "lora_B_layout": "grouped_by_expert" to adapter_config.json'
             )
+
+
+def _rank_of_one(pair: Pair) -> int:
+    """Rank of a pair that is one linear layer's. Raises AdapterFormatError if it is none."""
+    a, b = pair.a.shape, pair.b.shape
+    if not len(a) == len(b) == 2 or a[0] != b[1]:
+        raise AdapterFormatError(
+            f"{pair.where} are not [r, in] and [out, r]; save the adapter again"
+        )
+    return a[0]
 
 
 def _factor_names(placed: Placed) -> list[str]:
