@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cupylora.adapters.inspection import inspect_adapter
     from cupylora.adapters.loading import load_adapter
     from cupylora.adapters.slots import Arena, SlotTable
     from cupylora.backend import open_backend
@@ -42,6 +43,7 @@ __all__ = [
     "Workspace",
     "__version__",
     "dense_needs",
+    "inspect_adapter",
     "load_adapter",
     "load_model",
     "moe_needs",
@@ -52,6 +54,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "adapters.inspection": ("inspect_adapter",),
     "adapters.loading": ("load_adapter",),
     "adapters.slots": ("Arena", "SlotTable"),
     "backend": ("open_backend",),

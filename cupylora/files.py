@@ -18,9 +18,19 @@ from typing import Any
 
 from cupylora.text import byte_size, quoted
 
-__all__ = ["is_folder", "is_there", "open_regular", "parse_json", "read_json", "reason"]
+__all__ = [
+    "is_folder",
+    "is_there",
+    "named",
+    "open_regular",
+    "parse_json",
+    "read_json",
+    "reason",
+]
 
 _LARGEST_JSON = 16 << 20
+_MOST_VALUES = 1 << 21
+"""In one JSON text: parsed, each takes some 60 to 200 bytes, however few it has in the text."""
 
 
 def is_folder(path: Path) -> bool:
@@ -69,6 +79,9 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
 
 def parse_json(text: bytes) -> dict[str, Any]:
     """The JSON object in UTF-8 ``text``, no key of which stands twice. Raises ValueError."""
+    values = sum(map(text.count, (b",", b"[", b"{")))
+    if values > _MOST_VALUES:
+        raise ValueError(f"JSON of about {values} values; at most {_MOST_VALUES} are read")
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
@@ -90,6 +103,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {quoted(key)} appears twice; remove one of them")
         result[key] = value
     return result
+
+
+def named(path: Path) -> str:
+    """``path`` for a message: as it is, or quoted where a terminal could not show it."""
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def reason(error: OSError | ValueError) -> str:

@@ -95,7 +95,7 @@ class MoeShape:
     (``gate_first``, ``up_first``) or column by column (``interleaved``: gate 0, up 0, gate 1, ...).
     ``swiglu_oai`` is GPT-OSS's clamped form with ``alpha`` and ``limit``; the other activations
     ignore both. ``transposed_experts`` is true where the model stores expert weights as [in, out]
-    (GPT-OSS), which adapter import needs to know.
+    (GPT-OSS, Llama-4), which adapter import needs to know.
     Raises ArgumentError, naming the field, for a value of another type or out of range.
     """
 
@@ -332,7 +332,17 @@ _GATED_ACTIVATIONS: dict[str, ActivationKind] = {"silu": "silu", "swish": "silu"
 """Of the families below, whose experts are all gated, by the names that configs use."""
 
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
-_MOE_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", *_LATENT_FAMILIES)
+_MOE_FAMILIES = (
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "llama4_text",
+    *_LATENT_FAMILIES,
+)
+_TRANSPOSED_FAMILIES = ("gpt_oss", "llama4_text")
+"""Whose experts' weights are kept as [in, out]."""
 _DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _UNNAMED = "generic"
 """Of a config without a model_type, which is believed if it has all the keys that tell its kind."""
@@ -485,7 +495,8 @@ def _moe_from_config(config: _Config, family: str, hidden: int) -> MoeShape:
     if family in _DENSE_FAMILIES:
         raise _unlike(config, "none of those known with routed experts", _MOE_FAMILIES)
     activation = _gated_activation(config, family)
-    return _gpt_oss(config, sizes) if family == "gpt_oss" else replace(sizes, activation=activation)
+    sizes = replace(sizes, activation=activation, transposed_experts=family in _TRANSPOSED_FAMILIES)
+    return _gpt_oss(config, sizes) if family == "gpt_oss" else sizes
 
 
 def _gated_activation(config: _Config, family: str) -> ActivationKind:
@@ -521,6 +532,5 @@ def _gpt_oss(config: _Config, sizes: MoeShape) -> MoeShape:
         activation="swiglu_oai",
         gate_up_layout="interleaved",
         expert_bias=True,
-        transposed_experts=True,
         limit=float(limit),
     )

@@ -41,7 +41,7 @@ def write(folder: Path, tensors: Tensors, **config: Any) -> Path:
     """A directory with these tensors and CONFIG changed by ``config``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
-    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     (folder / "adapter_model.safetensors").write_bytes(save(contiguous))
     return folder
 
@@ -112,3 +112,33 @@ def stacked(moe: MoeShape, factors: Experts, layer: int, *, swapped: bool = Fals
         columns = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
         tensors |= linear(f"layers.{layer}.mlp.experts{inner}", rows, columns)
     return tensors
+
+
+def in_lists(moe: MoeShape, factors: Experts, layer: int, only: tuple[int, ...]) -> Tensors:
+    """As Unsloth names GPT-OSS's experts in four bits: one linear layer has gate and up."""
+    fused, down = fused_b(moe, factors), factors["down_proj"]
+    tensors: Tensors = {}
+    for expert in only:
+        path = f"layers.{layer}.mlp.experts."
+        a = factors["gate_proj"].a[expert]
+        tensors |= linear(f"{path}gate_up_projs.{expert}", a, fused[expert])
+        tensors |= linear(f"{path}down_projs.{expert}", down.a[expert], down.b[expert])
+    return tensors
+
+
+def packed_by_expert(tensors: Tensors, experts: int) -> Tensors:
+    """Stacked factors with the columns of B expert by expert, as Unsloth packed them."""
+    return {
+        name: t.reshape(len(t), -1, experts).transpose(0, 2, 1).reshape(t.shape)
+        if "lora_B" in name
+        else t
+        for name, t in tensors.items()
+    }
+
+
+def kohya_named(tensors: Tensors) -> Tensors:
+    """The same tensors under the ends of names that Kohya's scripts write."""
+    return {
+        name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): t
+        for name, t in tensors.items()
+    }

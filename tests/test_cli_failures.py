@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from cupylora.cli import main
 
 RUN = ("run", "--backend", "numpy", "--layers", "1", "--steps", "1", "--tokens", "8")
+INSPECT = ("inspect", Path(__file__).parent / "data/demo/contracts-r8", "--model", "tiny-moe")
 LONG = "x" * 5000
 
 
@@ -118,7 +119,9 @@ def test_memory_that_is_not_there(error: MemoryError, monkeypatch: pytest.Monkey
     assert str(error) in line
 
 
-@pytest.mark.parametrize("arguments", [RUN, ("kernels",), ("doctor",), ("--help",)], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [RUN, INSPECT, ("kernels",), ("doctor",), ("--help",)], ids=str
+)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_stdout(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """And the record, written first, is whole."""
@@ -139,7 +142,7 @@ def test_a_record_that_cannot_be_written_leaves_the_tables() -> None:
     assert "PASS" in out
 
 
-@pytest.mark.parametrize("arguments", [RUN, ("kernels", "--all"), ("doctor",)], ids=str)
+@pytest.mark.parametrize("arguments", [RUN, INSPECT, ("kernels", "--all"), ("doctor",)], ids=str)
 def test_a_reader_that_has_gone_away(arguments: tuple[str, ...]) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -160,7 +163,9 @@ def test_interrupt() -> None:
     assert out == ""
 
 
-@pytest.mark.parametrize("arguments", [RUN, ("kernels",), ("doctor",), ("--help",)], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [RUN, INSPECT, ("kernels",), ("doctor",), ("--help",)], ids=str
+)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_characters_that_stdout_lacks(arguments: tuple[str, ...], encoding: str) -> None:
     environment = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "100"}

@@ -17,6 +17,7 @@ from fixtures_util import (
     FIXTURES,
     LAYER,
     MODELS,
+    UNDECIDED,
     Fixture,
     load_fixture,
     load_model_data,
@@ -24,8 +25,12 @@ from fixtures_util import (
     projection,
 )
 
+from cupylora.adapters.assembly import pair_up, plan_units, tensors_by_place
 from cupylora.adapters.factors import Adapter
+from cupylora.adapters.inspection import inspect_adapter
 from cupylora.adapters.peft import read_adapter
+from cupylora.adapters.peft_config import read_config
+from cupylora.adapters.safetensors_file import open_weights
 from cupylora.errors import AdapterFormatError
 from cupylora.shapes import PRESETS
 
@@ -57,7 +62,52 @@ def test_peft_outputs_are_reproduced(name: str) -> None:
         if module == "moe" or (LAYER, module) in adapter.factors:
             assert error(got, expected, base) < (0.02 if rounded else 5e-6), key
     adapted = {module for layer, module in adapter.factors if layer == LAYER}
-    assert adapted & {"q_proj", "k_proj", "v_proj", "o_proj"} <= fixture.expected.keys()
+    assert adapted & fixture.model.dense_modules <= fixture.expected.keys()
+    assert ("moe" in fixture.expected) == (fixture.model.shape.moe is not None)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_every_tensor_has_its_part_in_one_unit(name: str) -> None:
+    fixture = load_fixture(name)
+    model = fixture.model.shape
+    config = read_config(fixture.path / "adapter_config.json")
+    with open_weights(fixture.path) as weights:
+        placed = tensors_by_place(weights.tensors, model)
+        units = plan_units(
+            pair_up(placed, weights.tensors, weights.scalar, model, config), model, config
+        )
+        used = [n for unit in units for pair in unit.pairs for n in (pair.a_name, pair.b_name)]
+        assert sorted(used) == sorted(weights.tensors)
+    given = [(unit.layer, module) for unit in units for module in unit.modules]
+    assert len(given) == len(set(given))
+
+
+REFUSED = {
+    "dora": ("use_dora = True", "v_proj.lora_magnitude_vector (DoRA"),
+    "bias": ("bias = 'lora_only'",),
+    "lora-bias": ("lora_bias = True", "v_proj.lora_B.bias (a bias"),
+    "modules-to-save": ("modules_to_save = ['norm']", "model.norm.weight (full weights"),
+    "embeddings": ("embed_tokens.lora_embedding_A (LoRA on embeddings",),
+    "output-head": ("lm_head.lora_A.weight (LoRA on the output head",),
+    "tokens": ("trainable_token_indices = [1, 2]", "trainable_tokens_delta (trained token"),
+    "router": ("layers.0.mlp.gate.lora_A.weight (LoRA on the router",),
+    "router-parameter": ("layers.1.mlp.gate.lora_B.weight (LoRA on the router",),
+    "shared-expert": ("shared_expert.up_proj.lora_A.weight (LoRA on a shared expert", "'s gate"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (DATA / "refused").iterdir()))
+def test_what_peft_writes_and_cannot_be_applied_is_named(name: str) -> None:
+    """Case 4, as peft itself saves it: the setting and every tensor, and what to do."""
+    models = {"router": "olmoe", "router-parameter": "olmoe", "shared-expert": "qwen2-moe"}
+    model = load_model_data(models.get(name, "llama")).shape
+    found = inspect_adapter(DATA / "refused" / name, model)
+    told = " ".join(problem.text for problem in found.problems)
+    for words in (*REFUSED[name], "train the adapter again without"):
+        assert words in told
+    with pytest.raises(AdapterFormatError) as caught:
+        read_adapter(DATA / "refused" / name, model)
+    assert REFUSED[name][0] in str(caught.value)
 
 
 def test_tiny_moe_is_the_preset() -> None:
@@ -101,7 +151,7 @@ def copy_with_config(name: str, target: Path, **changes: object) -> tuple[Fixtur
 
 
 @pytest.mark.parametrize(
-    ("name", "version"), [("mixtral-gate-up-018", "0.19.0"), ("mixtral-gate-up-021", "0.18.1")]
+    ("name", "version"), [("mixtral-gate-up-018", "0.19.1"), ("mixtral-gate-up-021", "0.18.1")]
 )
 def test_square_factors_depend_on_peft_version(name: str, version: str, tmp_path: Path) -> None:
     """The version is what decides here: the wrong one gives another output."""
@@ -115,6 +165,21 @@ def test_square_factors_without_version_are_refused(tmp_path: Path) -> None:
     fixture, folder = copy_with_config("mixtral-gate-up-018", tmp_path, peft_version=None)
     with pytest.raises(AdapterFormatError, match="add the peft_version"):
         read_adapter(folder, fixture.model.shape)
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_what_transformers_decided_is_asked_for(name: str, tmp_path: Path) -> None:
+    """GPT-OSS's second projection alone is square, and peft's release does not tell its order."""
+    fixture = load_fixture(name)
+    with pytest.raises(AdapterFormatError, match="cupylora_expert_axes") as caught:
+        read_adapter(fixture.path, fixture.model.shape)
+    five = "out_in" if name == "gpt-oss-down-0190" else "in_out"
+    assert f'"{five}" if it was trained with transformers 5' in str(caught.value)
+    for axes in ("in_out", "out_in"):
+        _, folder = copy_with_config(name, tmp_path / axes, cupylora_expert_axes=axes)
+        got = output(fixture, read_adapter(folder, fixture.model.shape), "moe")
+        off = error(got, fixture.expected["moe"], output(fixture, None, "moe"))
+        assert off < 5e-6 if axes == UNDECIDED[name] else off > 0.5
 
 
 def test_transposed_experts_need_no_version(tmp_path: Path) -> None:

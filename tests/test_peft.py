@@ -22,7 +22,9 @@ from safetensors.numpy import load_file, save, save_file
 
 from cupylora.adapters.path_pattern import PatternTable
 from cupylora.adapters.peft import read_adapter
+from cupylora.adapters.peft_config import read_config
 from cupylora.adapters.safetensors_file import read_safetensors
+from cupylora.adapters.stacked import swapped_by_release
 from cupylora.errors import AdapterFormatError, ArgumentError
 from cupylora.shapes import PRESETS, ModelShape, ModuleShape
 
@@ -486,8 +488,54 @@ def test_single_stacked_parameter_is_told_by_shape(inner: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("version", "rows", "gpt_oss", "llama4"),
+    [
+        (None, None, False, False),
+        ("0.17.1", True, False, False),
+        ("0.18.1", True, False, False),
+        ("0.19.0", True, None, False),
+        ("0.19.1", False, None, True),
+        ("0.21.2", False, None, True),
+        ("1.0", False, None, True),
+        ("0.18.2.dev0@main", None, None, None),
+        ("0.19.1.dev0", None, None, None),
+        ("0.22.0.dev0", False, None, True),
+        ("banana", None, False, False),
+    ],
+)
+def test_axis_order_by_release(
+    version: str | None,
+    rows: bool | None,
+    gpt_oss: bool | None,
+    llama4: bool | None,
+    tmp_path: Path,
+) -> None:
+    """As in ``ParamWrapper.update_layer`` of each release; None: not to be known."""
+    folder = write(tmp_path, q_tensors(), peft_version=version)
+    release = read_config(folder / "adapter_config.json").release
+    assert swapped_by_release(release, False, "mixtral") is rows
+    assert swapped_by_release(release, True, "gpt_oss") is gpt_oss
+    assert swapped_by_release(release, True, "llama4_text") is llama4
+
+
+def test_axes_that_the_config_states(tmp_path: Path) -> None:
+    """They decide what nothing else does, and contradict no shape."""
+    square = files.model(hidden=12, intermediate=6)
+    experts = files.expert_factors(square.moe, 3)
+    for axes, swapped in (("in_out", False), ("out_in", True)):
+        tensors = only(files.stacked(square.moe, experts, 0, swapped=swapped), inner=True)
+        folder = write(tmp_path, tensors, r=3, cupylora_expert_axes=axes)
+        factors = read_adapter(folder, square).factors
+        np.testing.assert_array_equal(factors[0, "up_proj"].a, experts["up_proj"].a)
+    told = files.stacked(TOY.moe, files.expert_factors(TOY.moe, 3), 0)
+    assert "disagree" in refused(write(tmp_path, told, r=3, cupylora_expert_axes="out_in"))
+    message = refused(write(tmp_path, q_tensors(), cupylora_expert_axes="rows"))
+    assert "cupylora_expert_axes is 'rows'; one of in_out, out_in" in message
+
+
+@pytest.mark.parametrize(
     ("version", "transposed", "swapped"),
-    [("0.18.1", False, True), ("0.19.0", False, False), ("0.18.1", True, False)],
+    [("0.18.1", False, True), ("0.19.1", False, False), ("0.18.1", True, False)],
 )
 def test_square_parameter_by_version_then_flag(
     version: str, transposed: bool, swapped: bool, tmp_path: Path
@@ -712,9 +760,12 @@ def test_huge_files_cost_no_memory(tmp_path: Path) -> None:
     try:
         assert "belong to none" in refused(folder)
         name = f"{PREFIX}{Q}.lora_A.weight"
-        path.write_bytes(raw({name: entry(0, 1 << 42, [1 << 20, 1 << 20])}))
+        big, end = 1 << 42, (1 << 42) + 64
+        header = {name: entry(0, big, [1 << 20, 1 << 20])}
+        header |= {name.replace("lora_A", "lora_B"): entry(big, end, [16, 1])}
+        path.write_bytes(raw(header))
         with path.open("r+b") as file:
-            file.truncate(path.stat().st_size + (1 << 42))
+            file.truncate(path.stat().st_size + end)
         message = refused(folder)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
@@ -762,7 +813,7 @@ BAD_FILES = {
     "object is needed": raw([]),
     "whole numbers": raw({"a": entry(0, 4, [-1])}),
     "65 dimensions": raw({"a": entry(0, 4, [1] * 65)}, bytes(4)),
-    "convert it": raw({"a": entry(0, 8, [1], "F64")}, bytes(8)),
+    "convert it": raw({"a": entry(0, 16, [2], "F64")}, bytes(16)),
     "needs 8 bytes": raw({"a": entry(0, 4, [2])}, bytes(4)),
     "cut short": raw({"a": entry(0, 8, [2])}, bytes(7)),
     "overlaps": raw({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12)),

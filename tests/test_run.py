@@ -322,6 +322,7 @@ def test_files_count_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     folder = DATA / "demo" / "contracts-r8"
     size = (folder / "adapter_model.safetensors").stat().st_size
     assert _room.file_bytes(str(folder)) == size
+    assert _room.file_bytes(str(folder / "adapter_model.safetensors")) == size
     assert _room.file_bytes("/no/such/folder") == 0
     assert _room.file_bytes("a\0b") == 0
     monkeypatch.setattr(_setup, "read_adapter", None)

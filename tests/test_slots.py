@@ -175,11 +175,16 @@ def test_equal_factors_in_every_form_give_equal_device_bytes(tmp_path: Path) -> 
         "3d": files.three_dimensional(experts, 1),
         "stacked": files.stacked(TOY.moe, experts, 1),
         "swapped": files.stacked(TOY.moe, experts, 1, swapped=True),
+        "lists": files.in_lists(TOY.moe, experts, 1, only=(0, 1, 2, 3)),
+        "kohya": files.kohya_named(files.per_expert(experts, 1)),
+        "by_expert": files.packed_by_expert(files.stacked(TOY.moe, experts, 1), 4),
     }
+    marks = {"by_expert": {"lora_B_layout": "grouped_by_expert"}}
     arenas, entries = [], []
     for name, tensors in forms.items():
         slots = table(TOY, BF16)
-        load_adapter(write(tmp_path / name, tensors, peft_version="0.21.2"), slots, 0)
+        config = {"peft_version": "0.21.2", **marks.get(name, {})}
+        load_adapter(write(tmp_path / name, tensors, **config), slots, 0)
         records = slots.entries.copy().view(SLOT_ENTRY)
         for key in ("a_ptr", "b_ptr"):
             records[key][records[key] != 0] -= np.uint64(slots.arena.address)

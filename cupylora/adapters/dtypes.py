@@ -1,6 +1,7 @@
 """Element types that factors may have, and a fast test of their values.
 
-``peft`` asks it about what a file holds, ``slots`` about what a conversion made of it.
+``assembly`` and ``units`` ask it about what a file holds, ``slots`` about what a conversion made of
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from cupylora.checks import FLOAT32_MAX
 from cupylora.errors import ArgumentError
 
-__all__ = ["factor_dtype", "kept_by_float32", "not_finite"]
+__all__ = ["FACTOR_DTYPES", "factor_dtype", "kept_by_float32", "not_finite"]
 
 _EXPONENTS: dict[np.dtype[Any], np.uint16 | np.uint32] = {
     np.dtype(np.float16): np.uint16(0x7C00),
@@ -22,6 +23,9 @@ _EXPONENTS: dict[np.dtype[Any], np.uint16 | np.uint32] = {
     np.dtype(np.float32): np.uint32(0x7F800000),
 }
 """The exponent's bits: all set in infinities and NaNs, and in nothing else."""
+
+FACTOR_DTYPES = frozenset(_EXPONENTS)
+"""What the elements of a factor may be: float16, bfloat16 or float32."""
 
 
 def factor_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:

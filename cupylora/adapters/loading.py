@@ -1,4 +1,4 @@
-"""From a directory to a slot: read, check, write; synchronous.
+"""From files to a slot: read, check, write; synchronous.
 
 The step between files and device: ``peft`` reads and validates, ``slots`` checks the limits and
 writes. An adapter that fails anywhere leaves its slot serving what it served before.
@@ -19,8 +19,9 @@ __all__ = ["load_adapter"]
 def load_adapter(
     path: str | Path, table: SlotTable, slot: int, *, name: str | None = None
 ) -> Adapter:
-    """Load the PEFT directory ``path`` into ``slot`` of ``table``; ``name`` defaults to its name.
+    """Load the adapter at ``path`` into ``slot`` of ``table``; ``name`` defaults to the path's.
 
+    path: as ``read_adapter`` takes it, a PEFT directory or a .safetensors file with Kohya's names.
     Raises as ``read_adapter`` and ``SlotTable.load`` do, with the slot untouched; a slot that is
     not the table's before anything is read.
     """

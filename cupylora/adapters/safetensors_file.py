@@ -1,18 +1,19 @@
 """Safetensors files read and checked by ourselves: bytes in, named NumPy arrays out.
 
-``peft`` calls ``read_weights`` on an adapter's directory. Own parsing rather than the library's
-keeps bfloat16 in NumPy, keeps each file open from its header to its last byte (a file put in its
-place meanwhile changes nothing), and lets every refusal say what is wrong where. A file is accepted
-only if its header describes its bytes completely: every tensor inside the data, no overlap, no
-hole. Headers are judged first, by the caller too, and only then is memory taken for the data.
+``peft`` and ``inspection`` open an adapter's files here (``open_weights``). Own parsing rather than
+the library's keeps bfloat16 in NumPy, keeps each file open from its header to its last byte (a file
+put in its place meanwhile changes nothing), and lets every refusal say what is wrong where. A file
+is accepted only if its header describes its bytes completely: every tensor inside the data, no
+overlap, no hole. Headers are judged first, by the caller too, and only then is memory taken for
+data. The format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -23,57 +24,119 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora.errors import AdapterFormatError
-from cupylora.files import is_there, open_regular, parse_json, read_json, reason
+from cupylora.files import is_there, named, open_regular, parse_json, read_json, reason
 from cupylora.text import byte_size, listed, quoted, shown
 
 __all__ = [
     "INDEX_FILE",
     "LARGEST_JSON",
     "SINGLE_FILE",
-    "Shapes",
+    "SUFFIX",
+    "TensorInfo",
+    "WeightFiles",
+    "open_weights",
     "read_safetensors",
-    "read_weights",
 ]
 
 Array = npt.NDArray[Any]
-Shapes = Mapping[str, tuple[int, ...]]
-"""The tensors of an adapter by name, before their data is read."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_SCALAR_DTYPES = {**_DTYPES, "F64": np.dtype(np.float64), "I64": np.dtype(np.int64)}
+"""Of tensors of one element, as an alpha is: torch makes int64 of a whole number."""
+
 _LENGTH_BYTES = 8
-LARGEST_JSON = 100_000_000
-"""Bytes of a header or an index that are read at most."""
+LARGEST_JSON = 32_000_000
+"""Bytes of an index, and of all headers of an adapter, that are read: some 200,000 tensors."""
 _MAX_DIMENSIONS = 8
-SINGLE_FILE = "adapter_model.safetensors"
+SUFFIX = ".safetensors"
+SINGLE_FILE = f"adapter_model{SUFFIX}"
 INDEX_FILE = f"{SINGLE_FILE}.index.json"
 _PICKLES = ("adapter_model.bin", "pytorch_model.bin", "adapter_model.pt")
 
 
-def read_weights(folder: Path, admit: Callable[[Shapes], None]) -> dict[str, Array]:
-    """All tensors of an adapter directory: its one weights file, or the shards of its index.
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header tells of a tensor: bytes from the start of the file's data, dtype and shape."""
 
-    admit: called with every tensor's name and shape before any data is read; it raises for what the
-    caller has no use for. Raises AdapterFormatError for a missing, unreadable or malformed file, an
-    incomplete set of shards, or weights that exist as a pickle only.
+    begin: int
+    end: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return self.end - self.begin
+
+
+class WeightFiles:
+    """The weight files of one adapter: open, their headers checked, their data not read yet.
+
+    ``tensors``: by name, what the headers tell of each.
     """
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+
+    def __init__(self, files: Iterable[_OpenFile]) -> None:
+        self._files = tuple(files)
+        self._home = {name: file for file in self._files for name in file.tensors}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: info for file in self._files for name, info in file.tensors.items()
+        }
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(file.path for file in self._files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data."""
+        return sum(file.size for file in self._files)
+
+    def read(self) -> dict[str, Array]:
+        """All tensors, read-only, those of a file on one buffer.
+
+        Raises AdapterFormatError where a file cannot be read or memory does not hold it.
+        """
+        return {name: tensor for file in self._files for name, tensor in file.read().items()}
+
+    def pieces(self, name: str, nbytes: int) -> Iterator[Array]:
+        """Tensor ``name`` flat, in pieces of at most ``nbytes`` (at least one element) each."""
+        return self._home[name].pieces(self.tensors[name], nbytes)
+
+    def scalar(self, name: str) -> float:
+        """The value of tensor ``name``, which has one element."""
+        [piece] = self.pieces(name, self.tensors[name].nbytes)
+        return float(piece[0])
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[WeightFiles]:
+    """The weights of an adapter: a directory's one file or the shards of its index, or ``path``.
+
+    Raises AdapterFormatError for a missing, unreadable or malformed file, an incomplete set of
+    shards, or weights that exist as a pickle only.
+    """
+    with ExitStack() as stack:
+        yield WeightFiles(_open_all(path, stack))
+
+
+def _open_all(path: Path, stack: ExitStack) -> list[_OpenFile]:
+    if path.suffix == SUFFIX and not path.is_dir():
+        return [_open(path, stack)]
+    single, index = path / SINGLE_FILE, path / INDEX_FILE
     if is_there(single) and is_there(index):
         raise _error(
-            folder, f"holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale"
+            path, f"holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale"
         )
-    with ExitStack() as stack:
-        if is_there(single):
-            files = [_open(single, stack)]
-        elif is_there(index):
-            files = _open_shards(index, stack)
-        else:
-            raise _nothing(folder)
-        admit({name: span.shape for file in files for name, span in file.spans.items()})
-        return {name: tensor for file in files for name, tensor in file.read().items()}
+    if is_there(single):
+        return [_open(single, stack)]
+    if is_there(index):
+        return _open_shards(index, stack)
+    raise _nothing(path)
 
 
 def read_safetensors(path: Path) -> dict[str, Array]:
@@ -86,50 +149,60 @@ def read_safetensors(path: Path) -> dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class _Span:
-    """Where a tensor lies, in bytes from the start of the data, and what it is."""
-
-    begin: int
-    end: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _OpenFile:
-    """A file whose header is read and checked, placed at the ``size`` bytes of its data."""
+    """A file whose header is read and checked; its ``size`` bytes of data begin at ``start``."""
 
     path: Path
     file: FileIO
-    spans: dict[str, _Span]
+    tensors: dict[str, TensorInfo]
+    start: int
     size: int
 
     def read(self) -> dict[str, Array]:
         """The tensors, with the file's one data buffer below them."""
-        try:
-            body = np.fromfile(self.file, dtype=np.uint8, count=self.size)
-        except OSError as error:
-            raise _error(self.path, f"cannot be read ({reason(error)})") from error
-        except MemoryError as error:
-            raise _error(
-                self.path,
-                f"has {byte_size(self.size)} of tensors, more than memory holds; load it where "
-                "there is more, or save the adapter again if it should be smaller",
-            ) from error
-        if body.size != self.size:
-            raise _error(self.path, "became shorter while it was read; load it again")
+        body = self._bytes(0, self.size)
         body.flags.writeable = False
         return {
             name: np.require(
-                body[span.begin : span.end].view(span.dtype).reshape(span.shape), requirements="A"
+                body[info.begin : info.end].view(info.dtype).reshape(info.shape), requirements="A"
             )
-            for name, span in self.spans.items()
+            for name, info in self.tensors.items()
         }
+
+    def pieces(self, info: TensorInfo, nbytes: int) -> Iterator[Array]:
+        """A tensor, flat, ``nbytes`` (or one element) at a time."""
+        step = max(1, nbytes // info.dtype.itemsize) * info.dtype.itemsize
+        for begin in range(info.begin, info.end, step):
+            yield self._bytes(begin, min(step, info.end - begin)).view(info.dtype)
+
+    def _bytes(self, begin: int, size: int) -> Array:
+        """``size`` bytes of the data from ``begin`` on, in memory of their own."""
+        try:
+            self.file.seek(self.start + begin)
+            body = np.fromfile(self.file, dtype=np.uint8, count=size)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        except MemoryError as error:
+            raise _error(
+                self.path,
+                f"has {byte_size(size)} of tensors, more than memory holds; load it where "
+                "there is more, or save the adapter again if it should be smaller",
+            ) from error
+        if body.size != size:
+            raise _error(self.path, "became shorter while it was read; load it again")
+        return body
 
 
 def _error(path: Path, problem: str) -> AdapterFormatError:
-    where = str(path) if str(path).isprintable() else repr(str(path))
-    return AdapterFormatError(f"{where}: {problem}")
+    return AdapterFormatError(f"{named(path)}: {problem}")
+
+
+def _broken(path: Path, problem: str) -> AdapterFormatError:
+    return _error(path, f"{problem}; the file is damaged or half written: copy or save it again")
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> AdapterFormatError:
+    return _error(path, f"cannot be read ({reason(error)}); copy it there, readable for this user")
 
 
 def _nothing(folder: Path) -> AdapterFormatError:
@@ -137,7 +210,8 @@ def _nothing(folder: Path) -> AdapterFormatError:
     if not pickles:
         return _error(
             folder,
-            f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; give the directory that peft saved",
+            f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; give the directory that peft saved, "
+            "with its adapter_config.json",
         )
     return _error(
         folder / pickles[0],
@@ -153,20 +227,22 @@ def _open(path: Path, stack: ExitStack) -> _OpenFile:
         length = os.fstat(file.fileno()).st_size
         header, size = _header(path, file, length)
     except (OSError, ValueError) as error:
-        raise _error(path, f"cannot be read ({reason(error)})") from error
-    spans = {name: _span(path, name, entry) for name, entry in header.items()}
-    _check_cover(path, spans.items(), size)
-    return _OpenFile(path, file, spans, size)
+        raise _unreadable(path, error) from error
+    tensors = {name: _info(path, name, entry) for name, entry in header.items()}
+    _check_cover(path, tensors.items(), size)
+    return _OpenFile(path, file, tensors, length - size, size)
 
 
 def _header(path: Path, file: FileIO, size: int) -> tuple[dict[str, Any], int]:
     """The header's tensors, and how many bytes of data follow."""
     if size < _LENGTH_BYTES:
-        raise _error(path, f"has {size} bytes; a safetensors file starts with an 8-byte length")
+        raise _broken(
+            path, f"has {size} bytes, but a safetensors file starts with an 8-byte length"
+        )
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     room = size - _LENGTH_BYTES
     if length > min(room, LARGEST_JSON):
-        raise _error(
+        raise _broken(
             path,
             f"its header should be {length} bytes long, but {room} bytes follow, and at most "
             f"{LARGEST_JSON} are read",
@@ -174,7 +250,7 @@ def _header(path: Path, file: FileIO, size: int) -> tuple[dict[str, Any], int]:
     try:
         header = parse_json(file.read(length))
     except ValueError as error:
-        raise _error(path, f"its header is {error}") from error
+        raise _broken(path, f"its header is {error}") from error
     header.pop("__metadata__", None)
     return header, room - length
 
@@ -185,18 +261,19 @@ def _naturals(value: Any) -> list[int] | None:
     return value if fits else None
 
 
-def _span(path: Path, name: str, entry: Any) -> _Span:
+def _info(path: Path, name: str, entry: Any) -> TensorInfo:
     """Byte range, dtype and shape of one tensor, consistent among themselves."""
     where = f"tensor {shown(name)}"
     fields = entry if isinstance(entry, dict) else {}
     shape, offsets = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise _error(path, f"{where}: shape and data_offsets must be lists of whole numbers")
+        raise _broken(path, f"{where}: shape and data_offsets must be lists of whole numbers")
     if len(shape) > _MAX_DIMENSIONS:
         raise _error(
             path, f"{where} has {len(shape)} dimensions; factors have 2 or 3, so convert it"
         )
-    dtype = _DTYPES.get(str(fields.get("dtype")))
+    known_dtypes = _SCALAR_DTYPES if math.prod(shape) == 1 else _DTYPES
+    dtype = known_dtypes.get(str(fields.get("dtype")))
     if dtype is None:
         known = ", ".join(_DTYPES)
         raise _error(
@@ -204,43 +281,57 @@ def _span(path: Path, name: str, entry: Any) -> _Span:
         )
     begin, end = offsets
     size = math.prod(shape) * dtype.itemsize
-    if end - begin != size or not size:
-        raise _error(
+    if end - begin != size:
+        raise _broken(
             path,
             f"{where} of shape {quoted(shape)} needs {quoted(size)} bytes, not "
             f"[{quoted(begin)}, {quoted(end)})",
         )
-    return _Span(begin, end, dtype, tuple(shape))
+    return TensorInfo(begin, end, dtype, tuple(shape))
 
 
-def _check_cover(path: Path, spans: Iterable[tuple[str, _Span]], size: int) -> None:
+def _check_cover(path: Path, tensors: Iterable[tuple[str, TensorInfo]], size: int) -> None:
     """The tensors fill the data from its first byte to its last, each byte once."""
     at = 0
-    for name, span in sorted(spans, key=lambda item: (item[1].begin, item[1].end)):
-        where, begin, end = f"tensor {shown(name)}", quoted(span.begin), quoted(span.end)
-        if span.end > size:
-            raise _error(path, f"{where} ends at byte {end} of {size}: the file is cut short")
-        if span.begin != at:
-            kind = "overlaps" if span.begin < at else "leaves a gap after"
-            raise _error(path, f"{where} at byte {begin} {kind} the tensor that ends at {at}")
+    for name, span in sorted(tensors, key=lambda item: (item[1].begin, item[1].end)):
+        if span.end > size or span.begin != at:
+            raise _broken(path, _uncovered(name, span, at, size))
         at = span.end
     if at != size:
-        raise _error(path, f"{size - at} bytes after the last tensor belong to none")
+        raise _broken(path, f"{size - at} bytes after the last tensor belong to none")
+
+
+def _uncovered(name: str, span: TensorInfo, at: int, size: int) -> str:
+    """Why a tensor cannot follow one that ends at ``at`` in ``size`` bytes of data."""
+    where, begin, end = f"tensor {shown(name)}", quoted(span.begin), quoted(span.end)
+    if span.end > size:
+        return f"{where} ends at byte {end} of {size}: the file is cut short"
+    kind = "overlaps" if span.begin < at else "leaves a gap after"
+    return f"{where} at byte {begin} {kind} the tensor that ends at {at}"
 
 
 def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
     try:
         names = read_json(index, LARGEST_JSON).get("weight_map")
     except (OSError, ValueError) as error:
-        raise _error(index, f"the index cannot be read: {reason(error)}") from error
+        raise _broken(index, f"the index cannot be read: {reason(error)}") from error
     if not isinstance(names, dict) or not names:
-        raise _error(index, "has no weight_map that names the tensors")
+        raise _broken(index, "has no weight_map that names the tensors")
     tensors: dict[str, set[str]] = {}
     for name, shard in names.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise _error(index, f"shard {quoted(shard)} is not a file name of this directory")
+            raise _broken(index, f"shard {quoted(shard)} is not a file name of this directory")
         tensors.setdefault(shard, set()).add(name)
-    return [_open_shard(index, shard, tensors[shard], stack) for shard in sorted(tensors)]
+    files = []
+    for shard in sorted(tensors):
+        files.append(_open_shard(index, shard, tensors[shard], stack))
+        if sum(file.start for file in files) > LARGEST_JSON:
+            raise _error(
+                index,
+                f"the headers of its shards have over {byte_size(LARGEST_JSON)}, more than is "
+                "read; save the adapter again with fewer, larger tensors",
+            )
+    return files
 
 
 def _open_shard(index: Path, shard: str, names: set[str], stack: ExitStack) -> _OpenFile:
@@ -248,7 +339,7 @@ def _open_shard(index: Path, shard: str, names: set[str], stack: ExitStack) -> _
     if not is_there(path):
         raise _error(index, f"shard {shown(shard)} is missing; copy it beside the index")
     found = _open(path, stack)
-    odd = sorted(names ^ found.spans.keys())
+    odd = sorted(names ^ found.tensors.keys())
     if odd:
-        raise _error(path, f"differs from its index in these tensors: {listed(map(shown, odd))}")
+        raise _broken(path, f"differs from its index in these tensors: {listed(map(shown, odd))}")
     return found

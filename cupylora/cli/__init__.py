@@ -1,8 +1,8 @@
 """The command line. Subcommands are imported when they are called, so ``--help`` is quick.
 
-Exit codes of every command: 0 success, 1 a check failed, 2 wrong usage or input, too little memory,
-or output that cannot be written (one clear line on stderr), 130 interrupted, 141 nobody reads the
-output any more.
+Exit codes of every command: 0 success, 1 a check failed or an adapter is refused, 2 wrong usage or
+input, too little memory, or output that cannot be written (one clear line on stderr), 130
+interrupted, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _USAGE, _INTERRUPTED, _NO_READER = 2, 130, 141
 # Command -> (module that defines it as ``command``, what it does).
 _COMMANDS = {
     "run": ("cupylora.cli.run", "Run a mixed batch of adapters through a model's layers."),
+    "inspect": ("cupylora.cli.inspect", "Show what an adapter holds, and what is wrong with it."),
     "bench": ("cupylora.cli.bench", "Time the LoRA kernels on this GPU, beside floors and peers."),
     "doctor": ("cupylora.cli.doctor", "Say whether the GPU can be used, and what is missing."),
     "kernels": ("cupylora.cli.kernels", "List the CUDA kernels and their architectures."),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cupylora.adapters.factors import synthetic_host_bytes
-from cupylora.adapters.safetensors_file import INDEX_FILE, LARGEST_JSON, SINGLE_FILE
+from cupylora.adapters.safetensors_file import INDEX_FILE, LARGEST_JSON, SINGLE_FILE, SUFFIX
 from cupylora.adapters.slots import block_bytes
 from cupylora.backend import ArrayBackend, NumpyBackend
 from cupylora.files import is_there, read_json
@@ -50,8 +50,13 @@ def require_adapter_room(
 
 
 def file_bytes(folder: str) -> int:
-    """Bytes of the weight files that the reader would open; 0 for what it will refuse."""
+    """Bytes of the weight files that the reader would open; 0 for what it will refuse.
+
+    folder: an adapter's directory, or its one file.
+    """
     try:
+        if folder.endswith(SUFFIX) and Path(folder).is_file():
+            return Path(folder).stat().st_size
         return sum((Path(folder) / name).stat().st_size for name in _weight_files(Path(folder)))
     except (OSError, ValueError):
         return 0

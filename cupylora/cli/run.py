@@ -6,7 +6,6 @@ Options → ``_setup`` (adapters, slots, stack, batch) → ``_measure`` (timed s
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from cupylora.cli._check import check_stack
 from cupylora.cli._console import OutputConsole
 from cupylora.cli._measure import copy_bandwidth, memory, time_steps
 from cupylora.cli._progress import open_reporter
+from cupylora.cli._record_file import check_writable, write_record
 from cupylora.cli._report import Record, make_record, print_record
 from cupylora.cli._serve import serve
 from cupylora.cli._setup import RunOptions, Say, prepare_run
 from cupylora.dtypes import DTYPES
-from cupylora.errors import ArgumentError
 from cupylora.shapes import MAX_LORAS, PRESETS
 
 __all__ = ["command"]
@@ -125,11 +124,11 @@ def command(ctx: click.Context, /, check: bool, json_file: Path | None, **values
     Exit code 0: the outputs agree with a float64 oracle (or were not checked), 1: they do not, 2:
     wrong usage or input, too little memory, or output that cannot be written.
     """
-    _check_writable(json_file)
+    check_writable(json_file)
     record = _run(RunOptions(**values), check)
     try:  # the record first: nothing that happens to the tables shall cost it
         if json_file is not None:
-            _write(json_file, record)
+            write_record(json_file, record)
     finally:
         print_record(record, OutputConsole())
     if record["passed"] is False:
@@ -169,23 +168,3 @@ class _Counter:
     def __call__(self) -> None:
         self.count += 1
         self.say(self.text.format(self.count))
-
-
-def _check_writable(path: Path | None) -> None:
-    try:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ArgumentError(f"--json {path}: not a file in a folder that exists")
-        new = path is not None and not path.exists()
-        if path is not None and (new or path.is_file()):  # a pipe's reader would see its end
-            path.open("ab").close()
-            if new:
-                path.unlink()
-    except OSError as error:
-        raise ArgumentError(f"--json: {error.strerror}: {path}") from error
-
-
-def _write(path: Path, record: Record) -> None:
-    try:
-        path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"--json {path}: cannot be written ({error.strerror})") from error
