@@ -74,6 +74,11 @@ class ArrayBackend(ABC):
         """Set all bytes of a C-contiguous array to zero."""
 
     @abstractmethod
+    def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Host memory that copies to this backend read fastest, its content undefined. Raises
+        CapacityError where there is none."""
+
+    @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
         """Make a C-contiguous array's content that of another one here, of equal dtype and shape,
         in stream order."""
@@ -125,6 +130,11 @@ class NumpyBackend(ArrayBackend):
     def clear(self, array: Array) -> None:
         """Set every element to zero."""
         array.fill(0)
+
+    def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Any memory."""
+        buffer: npt.NDArray[np.uint8] = self.empty(nbytes, np.uint8)
+        return buffer
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all elements."""
@@ -197,6 +207,17 @@ class CudaBackend(ArrayBackend):
         """Set every byte to zero on the current stream."""
         if array.size:
             array.data.memset_async(0, array.nbytes)
+
+    def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Pinned memory, which copies read without the driver's staging."""
+        try:
+            memory = self.xp.cuda.alloc_pinned_memory(max(1, nbytes))
+        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            raise CapacityError(
+                f"{nbytes} bytes of pinned host memory cannot be had: {error}; use a smaller "
+                "host cache"
+            ) from error
+        return np.frombuffer(memory, np.uint8, nbytes)
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all bytes on the current stream, with no kernel, whatever the dtype."""

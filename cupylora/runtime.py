@@ -16,6 +16,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.leases import SlotLeases
+from cupylora.adapters.packed import PackedAdapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
+from cupylora.adapters.store import AdapterStore
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.checks import INT32, check_array, check_int, check_type
 from cupylora.errors import ArgumentError, CapacityError, GraphError
@@ -65,7 +69,10 @@ class LoraRuntime:
 
     model, limits, dtype: as of a SlotTable. max_tokens: rows of the largest step. arena_bytes:
     device memory for weights; a new version, or an adapter that takes another's slot, is written
-    before the old one goes, so leave room for one adapter more than slots. backend: "auto", "cuda",
+    before the old one goes, so leave room for one adapter more than slots, or for two where ranks
+    are mixed (gaps between blocks). host_cache_bytes: host
+    memory (pinned, with CUDA) for packed adapters, so that ``load(name)`` needs no file; None: no
+    cache. backend: "auto", "cuda",
     "numpy", or an ArrayBackend. graphs: how steps are served. stream: CuPy's, for all steps; left
     out: a new non-blocking one, which waits for no other: write buffers inside ``on_stream()``.
 
@@ -85,13 +92,14 @@ class LoraRuntime:
         backend: str | ArrayBackend = "auto",
         graphs: GraphOptions | None = None,
         stream: Any = None,
+        host_cache_bytes: int | None = None,
     ) -> None:
         backend = backend if isinstance(backend, ArrayBackend) else open_backend(backend)
         self._begin(backend, max_tokens, graphs, stream)
         with self.on_stream():  # so that memory goes back to the steps' part of CuPy's pool
             arena = Arena(arena_bytes, backend.xp)
             table = SlotTable(model, limits, dtype, xp=backend.xp, arena=arena)
-        self._finish(table)
+        self._finish(table, host_cache_bytes)
 
     @classmethod
     def of_table(
@@ -102,6 +110,7 @@ class LoraRuntime:
         max_tokens: int,
         graphs: GraphOptions | None = None,
         stream: Any = None,
+        host_cache_bytes: int | None = None,
     ) -> LoraRuntime:
         """A runtime over a table that exists, filled on the current stream.
 
@@ -112,7 +121,7 @@ class LoraRuntime:
         check_type("backend", backend, ArrayBackend)
         made = cls.__new__(cls)
         made._begin(backend, max_tokens, graphs, stream)
-        made._finish(table)
+        made._finish(table, host_cache_bytes)
         for slot, info in enumerate(table.slots):
             if info is not None:
                 made.leases.adopt(slot, info.name)
@@ -140,10 +149,15 @@ class LoraRuntime:
         with self.on_stream():
             self.buffers = StepBuffers(backend, max_tokens)
 
-    def _finish(self, table: SlotTable) -> None:
+    def _finish(self, table: SlotTable, host_cache_bytes: int | None) -> None:
         with self.on_stream():
             self.backend.synchronize()
         self.table = table
+        self.store: AdapterStore | None = None
+        if host_cache_bytes is not None:
+            allocate = self.backend.host_buffer
+            self.store = AdapterStore(table, budget_bytes=host_cache_bytes, allocate=allocate)
+        self._loader: ThreadPoolExecutor | None = None
         self.leases = SlotLeases(table.limits.max_loras, self._fence)
         self._graphs: StepGraphs | None = None
         self._note_generations()
@@ -171,37 +185,129 @@ class LoraRuntime:
     def load(
         self,
         name: str,
-        adapter: Adapter | str | Path,
+        adapter: Adapter | str | Path | None = None,
         *,
         keep: Sequence[str] = (),
         pin: bool | None = None,
+        progress: Callable[[str], object] | None = None,
     ) -> int:
         """Let ``adapter`` (or the PEFT directory) serve as ``name`` from the next step on.
 
         It goes into a free slot, else into that of the adapter unused longest, which is unloaded;
         never into one that work in flight reads (the call waits for that), and never of a pinned
         adapter or of one in ``keep``. Where ``name`` serves already, the former version does so
-        until the new one is in place. pin: whether its slot may be taken by other loads; None: as
-        it was, no at first. Returns the slot.
+        until the new one is in place. With a host cache the packed adapter is kept there, and
+        ``adapter`` may be left out for one that is. pin: whether its slot may be taken by other
+        loads; None: as it was, no at first. progress: told what is being done ("reading",
+        "packing", "copying", "placing"). Returns the slot.
 
         Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot or
         no room; what served before goes on serving then.
         """
-        _check_name(name)
-        for kept in _check_names("keep", keep):
-            _check_name(kept)
-        if pin is not None:
-            check_type("pin", pin, bool)
-        self._refuse_inside("load")
+        say = self._check_load(name, adapter, keep, pin, progress)
         with self._loading, self.recorder.on_device():
-            if not isinstance(adapter, Adapter):
-                adapter = read_adapter(adapter, self.table.model, name=name)
-            stored = self._store(replace(adapter, name=name))
+            content = self._content(name, adapter, say)
+            say("copying")
+            stored = self._stored(lambda: self.table.store(content))
+            try:
+                say("placing")
+                return self._place(name, stored, keep, pin)
+            finally:
+                if stored.offsets is not None:
+                    self.table.discard(stored)
+
+    def load_arrays(
+        self,
+        name: str,
+        factors: Mapping[tuple[int, str], FactorArrays],
+        *,
+        keep: Sequence[str] = (),
+        pin: bool | None = None,
+    ) -> int:
+        """``load`` of factors that are arrays on the device, as a training loop has them.
+
+        They are copied, never through the host or a file, and may change when this returns. What
+        computes them is to be on the current stream. Raises as ``SlotTable.store_arrays`` and
+        ``load`` do.
+        """
+        self._check_load(name, factors, keep, pin, None)
+        if not isinstance(factors, Mapping):
+            raise ArgumentError(f"factors is a {type(factors).__name__}; a mapping is needed")
+        with self._loading, self.recorder.on_device():
+            self.backend.synchronize()
+            stored = self._stored(lambda: self.table.store_arrays(name, factors))
             try:
                 return self._place(name, stored, keep, pin)
             finally:
                 if stored.offsets is not None:
                     self.table.discard(stored)
+
+    def load_async(
+        self,
+        name: str,
+        adapter: Adapter | str | Path | None = None,
+        *,
+        keep: Sequence[str] = (),
+        pin: bool | None = None,
+        progress: Callable[[str], object] | None = None,
+    ) -> Future[int]:
+        """``load`` in a thread of the runtime's own, one at a time in the order asked for.
+
+        Steps go on meanwhile. The future's result is the slot, its exception what ``load`` raises;
+        arguments that are none raise here. ``cancel`` works until the load begins.
+        """
+        self._check_load(name, adapter, keep, pin, progress)
+        with self._lock:
+            if self._loader is None:
+                self._loader = ThreadPoolExecutor(1, thread_name_prefix="cupylora-load")
+        return self._loader.submit(
+            self.load, name, adapter, keep=tuple(keep), pin=pin, progress=progress
+        )
+
+    def ensure(self, names: Sequence[str | None]) -> npt.NDArray[np.int32]:
+        """``slots_of`` after loading, from the host cache, what does not serve yet.
+
+        Adapters that the batch does not need make room, those unused longest first. Raises as
+        ``load`` and ``slots_of`` do; adapters loaded before the failure serve then.
+        """
+        wanted = [_check_name(name) for name in _check_names("names", names) if name is not None]
+        with self._lock:
+            self.leases.check_room(wanted)
+        missing = [name for name in dict.fromkeys(wanted) if name not in self.loaded]
+        for name in missing:
+            self.load(name, keep=wanted)
+        return self.slots_of(names)
+
+    def _check_load(
+        self, name: Any, adapter: Any, keep: Any, pin: Any, progress: Any
+    ) -> Callable[[str], object]:
+        _check_name(name)
+        for kept in _check_names("keep", keep):
+            _check_name(kept)
+        if pin is not None:
+            check_type("pin", pin, bool)
+        if progress is not None and not callable(progress):
+            raise ArgumentError(f"progress is a {type(progress).__name__}; a function is needed")
+        if adapter is None and self.store is None:
+            raise ArgumentError(
+                f"adapter is left out for {name!r}, but there is no host cache to find it in; give "
+                "it, or make the runtime with host_cache_bytes"
+            )
+        self._refuse_inside("load")
+        return progress or (lambda _: None)
+
+    def _content(
+        self, name: str, adapter: Adapter | str | Path | None, say: Callable[[str], object]
+    ) -> Adapter | PackedAdapter:
+        """What is to be copied to the device, from the host cache where there is one."""
+        if self.store is not None:
+            if adapter is None:
+                return self.store.get(name, say)
+            return self.store.put(name, adapter, say)
+        if isinstance(adapter, Adapter):
+            return replace(adapter, name=name)
+        say("reading")
+        return read_adapter(_given(adapter), self.table.model, name=name)
 
     def unload(self, name: str) -> None:
         """``name`` serves no more from the next step on. Its slot and room are taken again once
@@ -235,13 +341,12 @@ class LoraRuntime:
             slots = (-1 if name is None else self.leases.require(name) for name in names)
             return np.fromiter(slots, np.int32, len(names))
 
-    def _store(self, adapter: Adapter) -> StoredAdapter:
-        """Write to free room, that of adapters that serve no more included: once the steps that
+    def _stored(self, write: Callable[[], StoredAdapter]) -> StoredAdapter:
+        """Written to free room, that of adapters that serve no more included: once the steps that
         read them are over, if there is no other."""
         self._evict_free()
         try:
-            with self._copying():
-                return self.table.store(adapter)
+            return self._copied(write)
         except CapacityError:
             with self._lock:
                 reading = self.leases.unnamed_steps()
@@ -249,8 +354,15 @@ class LoraRuntime:
                 raise
             self._fence.wait(max(reading))
         self._evict_free()
+        return self._copied(write)
+
+    def _copied(self, write: Callable[[], StoredAdapter]) -> StoredAdapter:
+        """Written, and the copies over: what they read may go or change afterwards."""
         with self._copying():
-            return self.table.store(adapter)
+            stored = write()
+        if self._copies is not None:
+            self._copies.synchronize()
+        return stored
 
     def _place(
         self, name: str, stored: StoredAdapter, keep: Sequence[str], pin: bool | None
@@ -459,6 +571,17 @@ class LoraRuntime:
         self._fence.wait(last if step is None else check_int("step", step, 0, last))
         self.backend.check_status()
 
+    def close(self) -> None:
+        """Wait for loads and steps, and drop all graphs. Nothing can be loaded in the background or
+        stepped afterwards."""
+        if self._loader is not None:
+            self._loader.shutdown()
+        with self._entering("close"):
+            self._fence.wait(self._fence.enqueued)
+            if self._graphs is not None:
+                self._graphs.release()
+            self._graphs = None
+
     def _require_graphs(self) -> StepGraphs:
         if self._graphs is None:
             raise ArgumentError("there is no step function yet; call set_step first")
@@ -495,6 +618,12 @@ class LoraRuntime:
                     raise GraphError(f"{what} was called from inside a step or a capture")
             finally:
                 self._lock.release()
+
+
+def _given(adapter: str | Path | None) -> str | Path:
+    if adapter is None:  # ``_check_load`` has seen to it
+        raise ArgumentError("adapter is left out")
+    return adapter
 
 
 def _wait_for_all(fence: StepFence) -> None:

@@ -72,6 +72,7 @@ class Harness:
         max_tokens: int = 24,
         graphs: GraphOptions | None = None,
         arena_adapters: int | None = None,
+        host_cache_bytes: int | None = None,
     ) -> None:
         limits = LoraLimits(max_loras, MAX_RANK)
         self.backend = backend
@@ -83,6 +84,7 @@ class Harness:
             arena_bytes=room(max_loras + 2 if arena_adapters is None else arena_adapters),
             backend=backend,
             graphs=graphs,
+            host_cache_bytes=host_cache_bytes,
         )
         sizes = {"max_tokens": max_tokens, "max_rank": MAX_RANK, "dtype": resolve_dtype(DTYPE)}
         needs = [dense_needs(backend, QKV, **sizes), moe_needs(backend, SILU, **sizes)]

@@ -21,7 +21,7 @@ from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
 from cupylora.text import counted, quoted, shown
 
-__all__ = ["Adapter", "LoraFactors", "synthetic_adapter", "synthetic_host_bytes"]
+__all__ = ["Adapter", "LoraFactors", "checked_scale", "synthetic_adapter", "synthetic_host_bytes"]
 
 Array = npt.NDArray[Any]
 
@@ -57,7 +57,7 @@ class LoraFactors:
             )
         if 0 in self.a.shape or 0 in self.b.shape:
             raise ArgumentError(f"a {self.a.shape} and b {self.b.shape} must not be empty")
-        object.__setattr__(self, "scale", _scale(self.scale))
+        object.__setattr__(self, "scale", checked_scale(self.scale))
 
     @property
     def rank(self) -> int:
@@ -65,7 +65,7 @@ class LoraFactors:
         return int(self.a.shape[1])
 
 
-def _scale(value: Any) -> float:
+def checked_scale(value: Any) -> float:
     """``value`` as a float that float32 can hold. Raises ArgumentError."""
     if isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool):
         try:

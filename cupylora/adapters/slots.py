@@ -16,19 +16,26 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.adapters.dtypes import not_finite
+from cupylora.adapters.device_factors import FactorArrays, check_arrays
 from cupylora.adapters.factors import Adapter
+from cupylora.adapters.packed import (
+    BLOCK_ALIGNMENT,
+    PackedAdapter,
+    block_bytes,
+    cast,
+    factor_stride,
+)
 from cupylora.adapters.packing import pack_a
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
-from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.errors import ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
@@ -43,23 +50,8 @@ __all__ = [
     "block_bytes",
 ]
 
-BLOCK_ALIGNMENT = 256
-"""Bytes: every block starts at a multiple of it, and no block is smaller."""
-
-_CLASS_BITS = 4
-
 Array = Any
 """An array of the table's ``xp``."""
-
-
-def block_bytes(size: int) -> int:
-    """Size class of a block of ``size`` bytes: a multiple of 256, at most 1/16 more beyond 4 KiB.
-
-    Classes make blocks of about equal size interchangeable, so that loading and evicting adapters
-    of mixed ranks does not leave gaps that fit nothing.
-    """
-    step = max(BLOCK_ALIGNMENT, 1 << max(0, (size - 1).bit_length() - 1 - _CLASS_BITS))
-    return -(-size // step) * step
 
 
 class Arena:
@@ -137,6 +129,29 @@ class Arena:
             )
         _put(self.buffer[offset:end], np.ascontiguousarray(data).reshape(-1).view(np.uint8))
         self.buffer[end : offset + self._blocks[offset]] = 0
+
+    def copy(self, offset: int, array: Array) -> None:
+        """Fill the block at ``offset`` with the bytes of a C-contiguous array of the arena's own
+        array module, and the rest of it with zeros."""
+        self._require_block(offset)
+        end = offset + int(array.nbytes)
+        self.buffer[offset:end] = array.reshape(-1).view(np.uint8)
+        self.buffer[end : offset + self._blocks[offset]] = 0
+
+    def fill(self, offsets: Sequence[int], sizes: Sequence[int], data: npt.NDArray[Any]) -> None:
+        """Fill blocks whole: the next ``sizes[i]`` bytes of ``data`` go to the block at
+        ``offsets[i]``. Blocks that stand side by side are one copy."""
+        runs: list[list[int]] = []  # where in the arena, where in data, bytes
+        at = 0
+        for offset, size in zip(offsets, sizes, strict=True):
+            self._require_block(offset)
+            if runs and runs[-1][0] + runs[-1][2] == offset:
+                runs[-1][2] += size
+            else:
+                runs.append([offset, at, size])
+            at += size
+        for offset, start, size in runs:
+            _put(self.buffer[offset : offset + size], data[start : start + size])
 
     def _require_block(self, offset: int) -> None:
         if check_int("offset", offset, 0) not in self._blocks:
@@ -286,11 +301,14 @@ class SlotTable:
         slot = self.check_slot(slot)
         self.place(slot, self.store(adapter))
 
-    def store(self, adapter: Adapter) -> StoredAdapter:
+    def store(self, adapter: Adapter | PackedAdapter) -> StoredAdapter:
         """Write ``adapter`` to free room; no slot has it yet. For ``place``, or ``discard``.
 
-        All of a load that can fail. Raises as ``load`` does, having given back what it took.
+        All of a load that can fail. Raises as ``load`` does, having given back what it took. A
+        packed adapter's memory is read until the copies enqueued here are over.
         """
+        if isinstance(adapter, PackedAdapter):
+            return self._store_packed(adapter)
         check_type("adapter", adapter, Adapter)
         adapter.check(self.model, self.limits)
         offsets: dict[tuple[str, int], int] = {}
@@ -307,6 +325,86 @@ class SlotTable:
         taken = adapter_bytes(adapter, self.dtype.itemsize)
         info = SlotInfo(adapter.name, self._loads, adapter.max_rank, taken)
         return StoredAdapter(info, records, list(offsets.values()))
+
+    def _store_packed(self, packed: PackedAdapter) -> StoredAdapter:
+        """Copy the blocks, in as few pieces as they stand side by side in the arena."""
+        self._check_packed(packed)
+        offsets: list[int] = []
+        try:
+            for size in packed.sizes:
+                offset = self.arena.alloc(size)
+                offsets.append(offset)
+            self.arena.fill(offsets, packed.sizes, packed.buffer)
+        except BaseException:
+            self._free(offsets)
+            raise
+        self._loads += 1
+        records = packed.records.copy()
+        used = records["rank"] != 0
+        starts = np.array(offsets, np.uint64) + np.uint64(self.arena.address)
+        for pointer in ("a_ptr", "b_ptr"):
+            records[pointer][used] = starts[packed.records[pointer][used].astype(np.intp)]
+        records["generation"][used] = self._loads
+        info = SlotInfo(packed.name, self._loads, packed.max_rank, packed.nbytes)
+        return StoredAdapter(info, records, offsets)
+
+    def store_arrays(
+        self, name: str, factors: Mapping[tuple[int, str], FactorArrays]
+    ) -> StoredAdapter:
+        """``store`` of arrays that are on this backend already, as a training loop has them.
+
+        factors: by (layer, module name). They are copied there, never through the host, and A stays
+        row-major, which the LoRA kernels read too, somewhat slower. Raises ArgumentError for keys
+        and arrays that do not fit, AdapterFormatError for values that are not finite, CapacityError
+        for a rank beyond the limits or where the arena lacks room.
+        """
+        check_type("name", name, str)
+        on_device = self.xp is not np
+        check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
+        records = np.zeros(len(self.entries), SLOT_ENTRY)
+        offsets: dict[int, int] = {}
+        generation, total = self._loads + 1, 0
+        try:
+            for (layer, module), value in factors.items():
+                for array in (value.a, value.b):
+                    if id(array) not in offsets:
+                        offsets[id(array)] = self.arena.alloc(array.nbytes)
+                        self.arena.copy(offsets[id(array)], array)
+                        total += block_bytes(array.nbytes)
+                records[self.row(layer, self._modules[module])] = (
+                    self.arena.address + offsets[id(value.a)],
+                    self.arena.address + offsets[id(value.b)],
+                    factor_stride(value.a, self.dtype),
+                    factor_stride(value.b, self.dtype),
+                    value.a.shape[1],
+                    value.scale,
+                    ROW_MAJOR,
+                    generation,
+                )
+        except BaseException:
+            self._free(offsets.values())
+            raise
+        self._loads = generation
+        rank = max((int(value.a.shape[1]) for value in factors.values()), default=0)
+        info = SlotInfo(name, generation, rank, total)
+        return StoredAdapter(info, records, list(offsets.values()))
+
+    def _check_packed(self, packed: PackedAdapter) -> None:
+        for field, got, needed in (
+            ("dtype", packed.dtype, self.dtype),
+            ("a_layout", packed.a_layout, self.a_layout),
+            ("table rows", len(packed.records), len(self.entries)),
+        ):
+            if got != needed:
+                raise ArgumentError(
+                    f"packed adapter {packed.name} has {field} {got}, the table {needed}; pack it "
+                    "for this table"
+                )
+        if packed.max_rank > self.limits.max_rank:
+            raise CapacityError(
+                f"packed adapter {packed.name} has rank {packed.max_rank}, which exceeds max_rank "
+                f"{self.limits.max_rank}"
+            )
 
     def place(self, slot: int, stored: StoredAdapter) -> None:
         """Switch ``slot`` to a stored adapter, once; then free the former tenant's room."""
@@ -348,7 +446,7 @@ class SlotTable:
         key = (role, id(array))
         if key in offsets:
             return
-        values = _cast(array, self.dtype, where)
+        values = cast(array, self.dtype, where)
         offset = self.arena.alloc(values.nbytes)
         offsets[key] = offset
         packed = role == "a" and self.a_layout == PACKED
@@ -363,18 +461,14 @@ class SlotTable:
             records[self.row(layer, self._modules[module])] = (
                 self.arena.address + offsets["a", id(factors.a)],
                 self.arena.address + offsets["b", id(factors.b)],
-                self._stride(factors.a),
-                self._stride(factors.b),
+                factor_stride(factors.a, self.dtype),
+                factor_stride(factors.b, self.dtype),
                 factors.rank,
                 factors.scale,
                 self.a_layout,
                 generation,
             )
         return records
-
-    def _stride(self, array: npt.NDArray[Any]) -> int:
-        """Bytes from one expert to the next; 0 where all experts share the factor."""
-        return array[0].size * self.dtype.itemsize if len(array) > 1 else 0
 
     def _switch(self, slot: int, records: npt.NDArray[np.void]) -> None:
         """Write the slot's entries: one strided copy on the current stream."""
@@ -384,15 +478,3 @@ class SlotTable:
     def _free(self, offsets: Iterable[int]) -> None:
         for offset in offsets:
             self.arena.free(offset)
-
-
-def _cast(array: npt.NDArray[Any], dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
-    """``array`` as ``dtype``; AdapterFormatError if a value is or becomes not finite."""
-    with np.errstate(over="ignore"):
-        values = np.ascontiguousarray(array).astype(dtype, copy=False)
-    if not_finite(values).any():
-        raise AdapterFormatError(
-            f"{where} holds a value that is not finite as {dtype}; use a table of wider range "
-            f"(bfloat16 or float32) or repair the adapter"
-        )
-    return values

@@ -1,0 +1,100 @@
+"""Factors that are arrays on a backend already, as a training loop has them.
+
+In: a :class:`FactorArrays` for each module that an adapter changes. Out: the same, checked against
+model and limits where they are; ``SlotTable.store_arrays`` copies them into the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupylora.adapters.factors import checked_scale
+from cupylora.checks import check_array, check_type
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
+from cupylora.text import quoted, shown
+
+__all__ = ["FactorArrays", "check_arrays"]
+
+Array = Any
+"""A NumPy or CuPy array."""
+
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+"""Bits of the exponent, all set in infinities and NaNs."""
+
+
+@dataclass(frozen=True, eq=False)
+class FactorArrays:
+    """Factors of one module: a [E or 1, rank, in] and b [E or 1, out, rank], C-contiguous.
+
+    Row-major, of the table's dtype and on its backend; a leading 1: shared by all experts. The same
+    array in two modules is one copy in the arena. Raises ArgumentError for a scale that float32
+    cannot hold.
+    """
+
+    a: Array
+    b: Array
+    scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", checked_scale(self.scale))
+
+
+def check_arrays(
+    name: str,
+    factors: Mapping[tuple[int, str], FactorArrays],
+    model: ModelShape,
+    limits: LoraLimits,
+    dtype: np.dtype[Any],
+    *,
+    on_device: bool,
+) -> None:
+    """Raise unless every module of adapter ``name`` fits.
+
+    ArgumentError names a key or an array that is not as it must be, AdapterFormatError one with a
+    value that is not finite, CapacityError a rank beyond ``limits.max_rank``.
+    """
+    modules = {module.name: module for module in model.modules}
+    for key, value in factors.items():
+        where = f"adapter {shown(name)}, {quoted(key)}"
+        layer, module = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
+        if type(layer) is not int or not 0 <= layer < model.layers or module not in modules:
+            raise ArgumentError(
+                f"{where} is no (layer, module) of model {shown(model.name)}, which has "
+                f"{model.layers} layers of {', '.join(modules)}"
+            )
+        check_type(where, value, FactorArrays)
+        rank = _check_pair(where, value, modules[module], dtype, on_device)
+        if rank > limits.max_rank:
+            raise CapacityError(f"{where}: rank {rank} exceeds max_rank {limits.max_rank}")
+
+
+def _check_pair(
+    where: str, value: FactorArrays, module: ModuleShape, dtype: np.dtype[Any], on_device: bool
+) -> int:
+    """The rank of a pair that fits ``module``."""
+    a_shape = (None, None, module.in_features)
+    check_array(f"{where}: a", value.a, dtype=dtype, shape=a_shape, on_device=on_device)
+    rank = int(value.a.shape[1])
+    b_shape = (None, module.out_features, rank)
+    check_array(f"{where}: b", value.b, dtype=dtype, shape=b_shape, on_device=on_device)
+    for role, array in (("a", value.a), ("b", value.b)):
+        if array.shape[0] not in (1, module.experts) or rank < 1:
+            raise ArgumentError(
+                f"{where}: {role} has shape {tuple(array.shape)}; {module.experts} (or 1) experts "
+                "and a rank of at least 1 are needed"
+            )
+        if not _all_finite(array):
+            raise AdapterFormatError(f"{where}: {role} holds a value that is not finite")
+    return rank
+
+
+def _all_finite(array: Array) -> bool:
+    """Told by integer operations, which every array module has for these types."""
+    bits = array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+    exponent = bits.dtype.type(_EXPONENTS[array.dtype.name])
+    return not bool(((bits & exponent) == exponent).any())

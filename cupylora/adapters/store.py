@@ -1,0 +1,217 @@
+"""Packed adapters in host memory, by name: what a load copies from, instead of reading files again.
+
+    put(name, directory or Adapter) --> read, check, pack --> one buffer per distinct content
+    get(name) --> the buffer; read again from its directory if it had to go
+
+Up to ``budget_bytes``: where a new adapter needs room, those unused longest go that can be read
+again; one that was given from memory stays until it is dropped, since nothing else has it. Two
+names of equal content share a buffer: found by a digest of samples, then compared whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from cupylora.adapters.factors import Adapter
+from cupylora.adapters.packed import HostBytes, PackedAdapter, pack_adapter
+from cupylora.adapters.peft import read_adapter
+from cupylora.adapters.slots import SlotTable
+from cupylora.checks import check_int, check_type
+from cupylora.errors import ArgumentError, CapacityError
+from cupylora.text import byte_size, shown
+
+__all__ = ["AdapterStore", "StoreCounts"]
+
+_SAMPLES = 256
+_SAMPLE_BYTES = 64
+
+Say = Callable[[str], object]
+"""Told what is being done: "reading", "packing"."""
+
+
+@dataclass(frozen=True)
+class StoreCounts:
+    """hits: gets that found the buffer; reads: of directories; evictions: buffers that went."""
+
+    hits: int = 0
+    reads: int = 0
+    evictions: int = 0
+
+
+@dataclass
+class _Entry:
+    """One name. path: where it can be read again; packed: None while it is not in memory."""
+
+    path: Path | None
+    packed: PackedAdapter | None
+
+
+class AdapterStore:
+    """A host cache of ``budget_bytes`` for adapters of ``table``'s model, limits and dtype.
+
+    allocate: host memory of so many bytes; pinned memory makes copies fast. Calls may come from any
+    thread; two that read or pack wait for one another.
+    """
+
+    def __init__(
+        self,
+        table: SlotTable,
+        *,
+        budget_bytes: int,
+        allocate: Callable[[int], HostBytes] | None = None,
+    ) -> None:
+        check_type("table", table, SlotTable)
+        self.budget_bytes = check_int("budget_bytes", budget_bytes, 0)
+        self._table = table
+        self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8))
+        self._entries: dict[str, _Entry] = {}  # used longest ago first
+        self._counts = StoreCounts()
+        self._lock, self._packing = threading.Lock(), threading.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that are known, those used longest ago first."""
+        with self._lock:
+            return tuple(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of distinct buffers."""
+        with self._lock:
+            return self._held()
+
+    @property
+    def counts(self) -> StoreCounts:
+        """What has happened since the start."""
+        with self._lock:
+            return self._counts
+
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes in memory of each name, 0 where it would be read again; shared buffers in full."""
+        with self._lock:
+            return {n: e.packed.nbytes if e.packed else 0 for n, e in self._entries.items()}
+
+    def put(
+        self, name: str, adapter: Adapter | str | Path, say: Say = lambda _: None
+    ) -> PackedAdapter:
+        """Keep ``adapter``, or the one in a directory, as ``name``, in place of what had it.
+
+        Raises as ``read_adapter`` and ``pack_adapter`` do, CapacityError if it does not fit the
+        budget beside what cannot go; the store is as before then.
+        """
+        with self._packing:
+            path = None if isinstance(adapter, Adapter) else Path(adapter)
+            packed = self._pack(name, adapter, say)
+            with self._lock:
+                packed = self._shared(packed)
+                self._make_room(packed, beside=name)
+                self._entries.pop(name, None)
+                self._entries[name] = _Entry(path, packed)
+        return packed
+
+    def get(self, name: str, say: Say = lambda _: None) -> PackedAdapter:
+        """The adapter ``name``, read again if its buffer went.
+
+        Raises ArgumentError for a name that is not known, and as ``put`` does where it is read.
+        """
+        with self._lock:
+            entry = self._known(name)
+            self._entries[name] = self._entries.pop(name)  # used last
+            if entry.packed is not None:
+                self._counts = replace(self._counts, hits=self._counts.hits + 1)
+                return replace(entry.packed, name=name)
+            path = entry.path
+        if path is None:  # what cannot be read again is never let go
+            raise ArgumentError(f"adapter {shown(name)} is not in memory")
+        return self.put(name, path, say)
+
+    def drop(self, name: str) -> None:
+        """Forget ``name``. Raises ArgumentError if it is not known."""
+        with self._lock:
+            self._known(name)
+            del self._entries[name]
+
+    def _known(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            known = ", ".join(map(shown, sorted(self._entries))) or "none"
+            raise ArgumentError(f"adapter {shown(name)} is not in the store, which has: {known}")
+        return entry
+
+    def _pack(self, name: str, adapter: Adapter | str | Path, say: Say) -> PackedAdapter:
+        table = self._table
+        if not isinstance(adapter, Adapter):
+            say("reading")
+            adapter = read_adapter(adapter, table.model, name=name)
+            with self._lock:
+                self._counts = replace(self._counts, reads=self._counts.reads + 1)
+        say("packing")
+        return pack_adapter(
+            replace(adapter, name=name),
+            table.model,
+            table.limits,
+            table.dtype,
+            table.a_layout,
+            self._allocate,
+        )
+
+    def _shared(self, packed: PackedAdapter) -> PackedAdapter:
+        """The same with the buffer of an adapter of equal content, if there is one."""
+        digest = _digest(packed)
+        for entry in self._entries.values():
+            other = entry.packed
+            if other is not None and _digest(other) == digest and packed.same_content(other):
+                return replace(packed, buffer=other.buffer)
+        return packed
+
+    def _make_room(self, packed: PackedAdapter, beside: str) -> None:
+        """Let go of buffers until ``packed`` fits; ``beside``: the name that it is to have.
+
+        Raises CapacityError, having let go of nothing, where that is not enough.
+        """
+        keep = {id(packed.buffer)}
+        kept = {n: e for n, e in self._entries.items() if n != beside}
+        gone: list[str] = []
+        for name, entry in kept.items():
+            if self._bytes_of(kept, gone, packed) <= self.budget_bytes:
+                break
+            if entry.path is not None and entry.packed and id(entry.packed.buffer) not in keep:
+                gone.append(name)
+        needed = self._bytes_of(kept, gone, packed)
+        if needed > self.budget_bytes:
+            raise CapacityError(
+                f"adapter {shown(packed.name)} has {byte_size(packed.nbytes)}; with what cannot be "
+                f"read again that is {needed} bytes, and the host cache has {self.budget_bytes}; "
+                "drop adapters or make it larger"
+            )
+        for name in gone:
+            kept[name].packed = None
+        self._counts = replace(self._counts, evictions=self._counts.evictions + len(gone))
+
+    @staticmethod
+    def _bytes_of(entries: Mapping[str, _Entry], gone: list[str], new: PackedAdapter) -> int:
+        buffers = {id(new.buffer): new.nbytes}
+        for name, entry in entries.items():
+            if entry.packed is not None and name not in gone:
+                buffers[id(entry.packed.buffer)] = entry.packed.nbytes
+        return sum(buffers.values())
+
+    def _held(self) -> int:
+        held = (entry.packed for entry in self._entries.values())
+        return sum({id(p.buffer): p.nbytes for p in held if p is not None}.values())
+
+
+def _digest(packed: PackedAdapter) -> bytes:
+    """Of the table rows and of samples across the buffer: equal for equal content."""
+    found = hashlib.blake2b(packed.records.tobytes(), digest_size=16)
+    found.update(str((packed.dtype, packed.a_layout, packed.sizes)).encode())
+    step = max(_SAMPLE_BYTES, packed.nbytes // _SAMPLES)
+    for start in range(0, packed.nbytes, step):
+        found.update(packed.buffer[start : start + _SAMPLE_BYTES].tobytes())
+    return found.digest()
