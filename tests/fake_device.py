@@ -72,6 +72,7 @@ def install(
     """Put a module in CuPy's place, and ``functions`` in the places of those of ``ops._device``."""
     module: Any = types.ModuleType("cupy")
     module.empty = lambda shape, dtype: new_array(np.empty(shape, dtype))
+    module.asarray = new_array
     module.zeros = lambda shape, dtype: new_array(np.zeros(shape, dtype))
     monkeypatch.setitem(sys.modules, "cupy", module)
     for name, used in list(sys.modules.items()):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from fake_device import FakeArray, each_array, install
 
 from cupylora.compiler import kernel as kernels
 from cupylora.compiler.programs import find_program
+from cupylora.compiler.sources import KernelProgram
 from cupylora.resources import cuda_source_dir
 
 from .build import Builder
@@ -80,17 +82,18 @@ class _Range:
 class Device:
     """An emulated device.
 
-    schedule: of the launches to come. blocks: that it is said to hold at a time. launched: the
-    kernels that ran.
+    schedule: of the launches to come. blocks: that it is said to hold at a time. find: the program
+    of a name. launched: the kernels that ran.
     """
 
     builder: Builder = field(default_factory=lambda: Builder(cuda_source_dir()))
     schedule: Schedule = field(default_factory=Schedule)
     hopper: bool = True
     blocks: int = 5
-    launched: list[str] = field(default_factory=list)
-    _ranges: list[_Range] = field(default_factory=list)
-    _kept: list[np.ndarray] = field(default_factory=list)
+    find: Callable[[str], KernelProgram] = find_program
+    launched: list[str] = field(default_factory=list, repr=False)
+    _ranges: list[_Range] = field(default_factory=list, repr=False)
+    _kept: list[np.ndarray] = field(default_factory=list, repr=False)
 
     def array(
         self,
@@ -171,7 +174,7 @@ class Device:
             strict_push=self.schedule.strict_push,
         )
         core = _load(self.builder.core(), ctypes.RTLD_GLOBAL)
-        path = self.builder.library(find_program(program))
+        path = self.builder.library(self.find(program))
         library = _load(path, ctypes.RTLD_LOCAL)
         core.emulator_clear_ranges()
         for part in self._ranges:
@@ -228,7 +231,7 @@ def _with_places(message: str, library: Path) -> str:
         at = hex(int(found.group(1), 16) - 1)  # within the call, not behind it
         command = [tool, "-i", "-e", str(library), at]
         lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        own = [line.split()[0] for line in lines.splitlines() if line.startswith("./")]
-        return f"({' < '.join(dict.fromkeys(line.removeprefix('./') for line in own)) or '?'})"
+        own = (line.split()[0] for line in lines.splitlines() if line.startswith("./"))
+        return f"({' < '.join(dict.fromkeys(map(os.path.normpath, own))) or '?'})"
 
     return re.sub(r"\[code\+(0x[0-9a-f]+)\]", place, message)
