@@ -38,7 +38,7 @@ PROGRAMS = (
         for dtype in DTYPES
     ),
 )
-WIDE_CASES, SMALL_CASES, HOSTILE_CASES = 10, 30, 4
+WIDE_CASES, SMALL_CASES, CROWDED_CASES, HOSTILE_CASES = 8, 25, 8, 4
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -47,6 +47,12 @@ def test_drawn_batches(kernel: str, emulated: Device) -> None:
         check(emulated, draw(seed, kernel=kernel))
     for seed in range(100, 100 + SMALL_CASES):
         check(emulated, draw(seed, kernel=kernel, small=True))
+
+
+@pytest.mark.parametrize("kernel", ["cluster", "ring"])
+def test_drawn_batches_of_many_groups(kernel: str, emulated: Device) -> None:
+    for seed in range(CROWDED_CASES):
+        check(emulated, draw(seed, kernel=kernel, small=True, crowded=True))
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)

@@ -50,6 +50,7 @@ _WIDTHS = (8, 9, 37, 64, 128, 130, 136, 200, 264, 400, 512)
 _WIDE = (1024, 1536, 2048)
 _SMALL_IN_FEATURES = 1000
 _SHARED_LIMIT = 226 * 1024
+_MOST_CTAS = 16
 _STALE = 0x7B7B7B7B
 """Fills what a list holds behind its end."""
 
@@ -65,6 +66,7 @@ class DeltaCase:
     tile_rows: int
     ranks: tuple[int, ...]
     max_rank: int
+    crowded: bool
     hostile: str | None
     settled: bool
     x_rows: Any
@@ -104,8 +106,12 @@ def draw(
     dtype: str | None = None,
     hostile: str | None = None,
     small: bool = False,
+    crowded: bool = False,
 ) -> DeltaCase:
-    """The case of a seed; what is given is not left to chance. small: of fewer features."""
+    """The case of a seed; what is given is not left to chance.
+
+    small: of fewer features. crowded: many groups of a few rows, through one or two large clusters.
+    """
     pick = random.Random(seed)
     rng = np.random.default_rng(seed)
     kernel = kernel or pick.choice(KERNELS)
@@ -116,7 +122,7 @@ def draw(
     tile_rows = pick.choice(list(_MOST_RANK[kernel]))
     most = min(pick.choice([16, 32, 64, 100]), _MOST_RANK[kernel][tile_rows])
     ranks = _draw_ranks(pick, most)
-    batch = _draw_batch(pick, seed, len(ranks), in_features)
+    batch = _draw_batch(pick, seed, len(ranks), in_features, crowded)
     slices, columns, width = _draw_slices(pick)
     experts = batch.num_experts + batch.start_expert
     modules = _draw_modules(pick, rng, slices, ranks, in_features, experts, dtype)
@@ -145,6 +151,7 @@ def draw(
         tile_rows=tile_rows,
         ranks=ranks,
         max_rank=max(*ranks, pick.choice([1, most])),
+        crowded=crowded,
         hostile=hostile or pick.choice([None] * 8 + list(HOSTILE)),
         settled=pick.random() < 0.5,
         x_rows=x_rows,
@@ -171,12 +178,15 @@ def _draw_ranks(pick: random.Random, most: int) -> tuple[int, ...]:
     return (*ranks, 0) if pick.random() < 0.3 else ranks
 
 
-def _draw_batch(pick: random.Random, seed: int, loras: int, in_features: int) -> RoutingCase:
-    experts = pick.choice([1, 1, 3, 6])
-    top_k = pick.choice([1, 2]) if experts > 1 else 1
+def _draw_batch(
+    pick: random.Random, seed: int, loras: int, in_features: int, crowded: bool
+) -> RoutingCase:
+    experts = 6 if crowded else pick.choice([1, 1, 3, 6])
+    top_k = 2 if crowded else pick.choice([1, 2]) if experts > 1 else 1
+    tokens = [3, 6, 12] if crowded else [1, 2, 5, 8, 17, 33]
     return random_case(
         seed,
-        pick.choice([1, 2, 5, 8, 17, 33] + ([70] if in_features <= 2880 else [])),
+        pick.choice(tokens + [70] * (in_features <= 2880 and not crowded)),
         top_k,
         experts,
         loras,
@@ -352,10 +362,12 @@ def _draw_shape(case: DeltaCase, pick: random.Random, patch: pytest.MonkeyPatch)
         patch.setattr(_lora_pair, "_STREAM_ROWS", 0)
         return "streams"
     most = k_ranges(case.in_features)
-    cluster = pick.choice([size for size in (1, 2, 4, 8) if size <= most])
+    sizes = (2, 4, 8) if case.crowded and most > 1 else (1, 2, 4, 8)
+    cluster = pick.choice([size for size in sizes if size <= most])
     natural = -(-max(part.out_features for part in case.slices) // (64 * cluster)) * 64
     columns = pick.choice([natural, natural, 64, -(-natural // 128) * 64])
-    clusters = min(pick.choice([1, 1, 2, 3, 5]), 16 // cluster)
+    clusters = pick.choice([1, 1, 2] if case.crowded else [1, 1, 2, 3, 5])
+    clusters = min(clusters, _MOST_CTAS // cluster)
     stages = pick.choice([6, 6, 4, 3, 2])
     patch.setattr(_lora_fused, "_RING_STAGES", stages)
     plain = _lora_fused.run_fused
