@@ -38,7 +38,7 @@ PROGRAMS = (
         for dtype in DTYPES
     ),
 )
-WIDE_CASES, SMALL_CASES, CROWDED_CASES, HOSTILE_CASES = 8, 25, 8, 4
+WIDE_CASES, SMALL_CASES, CROWDED_CASES, HOSTILE_CASES = 4, 14, 5, 2
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

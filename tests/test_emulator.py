@@ -54,13 +54,14 @@ def test_every_program_is_built(kernel_builder: Builder) -> None:
 
 EXPRESSIONS = (
     *("neighbour<true>", "neighbour<false>", "store_at<63>", "store_at<64>", "store_same"),
-    *("store_high", "shared_overrun", "diverge", "half_barrier", "early"),
+    *("store_high", "shared_overrun", "unset", "diverge", "half_barrier", "early"),
     *("after_the_one_ahead<true>", "after_the_one_ahead<false>", "copy_in<0>", "copy_in<1>"),
     *("bulk_in<true, 16>", "bulk_in<true, 32>", "bulk_in<true, 8>", "bulk_in<false, 16>"),
     *("bulk_over_stores", "push_to_other<true>", "push_to_other<false>"),
 )
 FAULTS = {
-    "neighbour<false>": r"race: (read after write|write after read) at cta 0 static\+\d+",
+    "neighbour<false>": r"race: (read after write|write after read) at|read of unset shared memory",
+    "unset": r"read of unset shared memory at cta 0 static\+0",
     "store_at<64>": "out of bounds, at byte 256 of the 256 bytes",
     "store_same": "written again after thread",
     "store_high": "misaligned 4 byte access",

@@ -6,6 +6,7 @@ against a model of the machine, the C++ files here. Threads run in a random orde
 decides, and the model fails a launch that
 
 - touches memory outside its arrays, or memory of the kernel ahead before waiting for it;
+- reads shared memory that nothing has written, but where the program is known to drop it;
 - has two accesses to shared memory that nothing orders, or an element of global memory written by
   one thread and touched by another in no order;
 - lets the asynchronous proxy overwrite generic writes without a fence;

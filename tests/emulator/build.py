@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = ["BuildError", "Builder", "missing_tools"]
 
 _HERE = Path(__file__).resolve().parent
 _JOBS = 2
+_running = threading.BoundedSemaphore(_JOBS)
 _FLAGS = ("-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
 _CORE_FLAGS = (*_FLAGS, "-O2")
 # Kernels are written for another compiler, so its warnings are not asked for.
@@ -136,7 +138,8 @@ def _compile(
 
 
 def _run(arguments: list[str], work: Path) -> None:
-    done = subprocess.run([_gxx(), *arguments], cwd=work, capture_output=True, text=True)
+    with _running:
+        done = subprocess.run([_gxx(), *arguments], cwd=work, capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(arguments)}\n{done.stderr}")
 

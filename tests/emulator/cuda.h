@@ -1,10 +1,6 @@
 // Stands in for what CUDA's compiler knows by itself: keywords, vector types, built-in variables
 // and functions. Included before a program's source.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-
 #include "ptx.h"
 #include "shape.h"
 
@@ -39,6 +35,14 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }
+
+// Declared by hand: <cmath> takes longer to read than most kernels.
+extern "C" {
+float fabsf(float) noexcept;
+float fmaxf(float, float) noexcept;
+float expf(float) noexcept;
+float erff(float) noexcept;
+}
 
 namespace emu {
 

@@ -38,6 +38,10 @@ _ONE_BYTE_PROGRAMS = ("plan", "plan_large")
 _EVERY_THREAD_WAITS = ("lora_cluster", "lora_ring")
 """Programs where a thread may not leave before the kernel ahead has ended."""
 
+_READ_UNSET = ("lora_ring", "lora_shrink_stream", "lora_expand_stream")
+"""Programs that multiply what lies in the places of rows and columns that a tile lacks, and drop
+the products."""
+
 _SHARED_LIMIT = 227 * 1024
 _SHARED_PER_SM = 228 * 1024
 _WRITABLE, _ONCE, _LATE, _BY_ANYONE = 1, 2, 4, 8
@@ -53,7 +57,8 @@ class _Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("grid_x", "grid_y", "cluster", "threads", "smem")),
-        *((name, ctypes.c_uint32) for name in ("dependent", "each_waits", "granule_log2")),
+        *((name, ctypes.c_uint32) for name in ("dependent", "each_waits", "may_read_unset")),
+        ("granule_log2", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("deliver", "pause", "strict_push")),
     )
@@ -167,6 +172,7 @@ class Device:
             smem=smem,
             dependent=dependent,
             each_waits=program.startswith(_EVERY_THREAD_WAITS),
+            may_read_unset=program.startswith(_READ_UNSET),
             granule_log2=0 if program in _ONE_BYTE_PROGRAMS else 1,
             seed=self.schedule.seed,
             deliver=self.schedule.deliver,

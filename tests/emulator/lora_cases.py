@@ -105,6 +105,7 @@ def draw(
     kernel: str | None = None,
     dtype: str | None = None,
     hostile: str | None = None,
+    tile_rows: int | None = None,
     small: bool = False,
     crowded: bool = False,
 ) -> DeltaCase:
@@ -119,7 +120,7 @@ def draw(
     in_features = pick.choice(_IN_FEATURES)
     if small:
         in_features = min(in_features, _SMALL_IN_FEATURES)
-    tile_rows = pick.choice(list(_MOST_RANK[kernel]))
+    tile_rows = tile_rows or pick.choice(list(_MOST_RANK[kernel]))
     most = min(pick.choice([16, 32, 64, 100]), _MOST_RANK[kernel][tile_rows])
     ranks = _draw_ranks(pick, most)
     batch = _draw_batch(pick, seed, len(ranks), in_features, crowded)

@@ -8,7 +8,6 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -152,18 +151,34 @@ struct Transfer {
   Transfer(Kind kind, Mbarrier& barrier) : kind(kind), barrier(&barrier), phase(barrier.phase) {}
 };
 
+// A generator for schedules (xorshift64*), as std::shuffle takes one.
+struct Random {
+  using result_type = u64;
+  u64 state = 1;
+
+  static constexpr u64 min() { return 0; }
+  static constexpr u64 max() { return ~0ull; }
+  void seed(u64 value) { state = value * 2 + 1; }
+  u64 operator()() {
+    state ^= state >> 12;
+    state ^= state << 25;
+    state ^= state >> 27;
+    return state * 0x2545f4914f6cdd1dull;
+  }
+};
+
 struct Machine {
   Shape shape;
   Body body = nullptr;
   Fiber* now = nullptr;  // null: the scheduler
-  std::mt19937_64 random;
+  Random random;
   Fibers ready;
   std::vector<Transfer> transfers;
   std::deque<std::unique_ptr<Cluster>> clusters;  // resident
   u64 steps = 0;
   std::string message;
 
-  u32 below(u32 bound) { return static_cast<u32>((random() >> 20) % bound); }
+  u32 below(u32 bound) { return static_cast<u32>((random() >> 32) % bound); }
   bool chance(u32 in_a_million) { return in_a_million != 0 && below(1000000) < in_a_million; }
   u32 cluster_threads() const { return shape.threads * shape.cluster; }
   u32 static_start() const { return (kDynamicStart + shape.smem + kGuard + 127) / 128 * 128; }

@@ -10,6 +10,10 @@ __global__ void neighbour(u32* out) {
   if (kOrdered) __syncthreads();
   out[threadIdx.x] = words[(threadIdx.x + 32) % 64];
 }
+__global__ void unset(u32* out) {
+  __shared__ u32 words[2];
+  out[0] = words[0];
+}
 template <int kAt>
 __global__ void store_at(u32* out) {
   if (threadIdx.x == 0) out[kAt] = 1;

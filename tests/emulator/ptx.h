@@ -1,8 +1,6 @@
 // The PTX instructions that cuda_src uses, as functions: results by reference first, then operands,
 // in the order of the asm statement. instructions.py says which statement becomes which function.
 #pragma once
-#include <cmath>
-
 #include "shape.h"
 
 namespace emu::ptx {
@@ -81,7 +79,7 @@ inline void floats_to_bf16x2(u32& out, float high, float low) {
 inline void floats_to_fp16x2(u32& out, float high, float low) {
   out = static_cast<u32>(fp16_of(high)) << 16 | fp16_of(low);
 }
-inline void exp2_approx(float& out, float value) { out = exp2f(value); }
+inline void exp2_approx(float& out, float value) { out = __builtin_exp2f(value); }
 inline void reciprocal_approx(float& out, float value) { out = 1.f / value; }
 inline void subtract_borrow(u32& count, u32 value, u32 bound) { count -= value < bound ? 1 : 0; }
 

@@ -230,7 +230,8 @@ std::string waits_for(const Fiber& f) {
   throw Failure{};
 }
 
-void run_one() {
+// Returns the thread that ran.
+Fiber* run_one() {
   const u32 i = machine.below(static_cast<u32>(machine.ready.size()));
   Fiber* f = machine.ready[i];
   machine.ready[i] = machine.ready.back();
@@ -239,17 +240,20 @@ void run_one() {
   emu_switch(&scheduler_stack, f->stack);
   machine.now = nullptr;
   if (failed) throw Failure{};
+  return f;
 }
 
-void step() {
+// Returns a cluster that has come to its end with this step, or null.
+Cluster* step() {
   if (++machine.steps > kMostSteps) fail("the launch takes more than %llu steps", kMostSteps);
   auto& transfers = machine.transfers;
   if (!transfers.empty() && (machine.ready.empty() || machine.chance(machine.shape.deliver))) {
     deliver(machine.below(static_cast<u32>(transfers.size())));
-    return;
+    return nullptr;
   }
   if (machine.ready.empty()) report_deadlock();
-  run_one();
+  const Fiber* f = run_one();
+  return f->done && f->cta->cluster->live == 0 ? f->cta->cluster : nullptr;
 }
 
 void run_grid() {
@@ -264,11 +268,8 @@ void run_grid() {
       open_cluster(opened++, free_slots.back());
       free_slots.pop_back();
     }
-    step();
-    for (size_t i = 0; i < machine.clusters.size(); ++i) {
-      const Cluster* cluster = machine.clusters[i].get();
-      if (cluster->live == 0) free_slots.push_back(close_cluster(cluster));
-    }
+    const Cluster* ended = step();
+    if (ended != nullptr) free_slots.push_back(close_cluster(ended));
   }
   if (!machine.transfers.empty()) fail("asynchronous work is left at the end");
 }

@@ -16,13 +16,14 @@ constexpr u32 kWarpSize = 32;
 
 struct Shape {
   u32 grid_x, grid_y;
-  u32 cluster;       // CTAs; 1: none
-  u32 threads;       // of a CTA
-  u32 smem;          // bytes of dynamic shared memory
-  u32 dependent;     // launched so that it may start before the kernel ahead has ended
-  u32 each_waits;    // every thread must wait for that kernel, not only one of each CTA
-  u32 granule_log2;  // bytes of shared memory that are tracked together, 1 or 2
-  u64 seed;          // of the schedule
+  u32 cluster;         // CTAs; 1: none
+  u32 threads;         // of a CTA
+  u32 smem;            // bytes of dynamic shared memory
+  u32 dependent;       // launched so that it may start before the kernel ahead has ended
+  u32 each_waits;      // every thread must wait for that kernel, not only one of each CTA
+  u32 may_read_unset;  // shared memory that nothing has written
+  u32 granule_log2;    // bytes of shared memory that are tracked together, 1 or 2
+  u64 seed;            // of the schedule
   // In a million: that the scheduler delivers asynchronous bytes rather than run a thread, and that
   // a thread pauses where it touches what others may touch.
   u32 deliver, pause;

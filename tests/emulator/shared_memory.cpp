@@ -136,6 +136,9 @@ void shared_read(u32 address, u32 bytes) {
   const u32 last = granule_of(cta, address + bytes - 1);
   for (u32 i = granule_of(cta, address); i <= last; ++i) {
     Cell& cell = (*cta.cells)[i];
+    if (cell.epoch == 0 && machine.shape.may_read_unset == 0) {
+      fail("read of unset shared memory at %s", shared_place(address).c_str());
+    }
     if (cell.epoch != 0 && !happened_before(*machine.now, cell.writer, cell.epoch)) {
       race("read after write", i, cta, cell.writer, cell.epoch);
     }
