@@ -25,6 +25,7 @@ from .lora_cases import HOSTILE, KERNELS, check, draw
 @click.option("--hostile", type=click.Choice(HOSTILE), help="Only such batches.")
 @click.option("--crowded", is_flag=True, help="Many small groups in few large clusters.")
 @click.option("--small", is_flag=True, help="Fewer features.")
+@click.option("--strict-push", is_flag=True, help="st.async orders its own bytes and no more.")
 def main(
     seconds: float,
     kernel: str | None,
@@ -33,6 +34,7 @@ def main(
     hostile: str | None,
     crowded: bool,
     small: bool,
+    strict_push: bool,
 ) -> None:
     """Run drawn batches on the emulated device; a failure is told with its seed."""
     if lacking := missing_tools():
@@ -42,7 +44,7 @@ def main(
         for number in itertools.islice(itertools.count(seed), cases):
             case = draw(number, kernel=kernel, hostile=hostile, crowded=crowded, small=small)
             try:
-                check(device, case)
+                check(device, case, strict_push=strict_push)
             except Exception:
                 failed += 1
                 click.echo(f"seed {number}\n{traceback.format_exc(limit=-1)}")

@@ -66,7 +66,11 @@ class _Shape(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How threads and asynchronous work take turns; see shape.h."""
+    """How threads and asynchronous work take turns; see shape.h.
+
+    strict_push: st.async orders its own bytes for those who wait for them, not what its thread did
+    before.
+    """
 
     seed: int = 1
     deliver: int = 20_000

@@ -299,8 +299,11 @@ class _Run:
         return out.host.copy(), int(status.host[0])
 
 
-def check(device: Device, case: DeltaCase) -> None:
-    """Run the case; raises AssertionError (EmulatorError is one) where anything is off."""
+def check(device: Device, case: DeltaCase, *, strict_push: bool = False) -> None:
+    """Run the case; raises AssertionError (EmulatorError is one) where anything is off.
+
+    strict_push: see ``Schedule``.
+    """
     device.forget()
     pick = random.Random(~case.seed)
     run = _Run(device, case, _place_weights(device, case, pick))
@@ -313,7 +316,7 @@ def check(device: Device, case: DeltaCase) -> None:
             want, want_status = run.delta("pair", y, case.clean)
         if y is zeros:
             _check_against_oracle(case, want)
-        _draw_schedule(device, pick)
+        device.schedule = _draw_schedule(pick, strict_push)
         with pytest.MonkeyPatch.context() as patch:
             shape = _draw_shape(case, pick, patch)
             shifts = pick.choice([0, 0, 0, 1]), pick.choice([0, 0, 1, 2, 4])
@@ -349,11 +352,12 @@ def _place_weights(device: Device, case: DeltaCase, pick: random.Random) -> np.n
     return entries
 
 
-def _draw_schedule(device: Device, pick: random.Random) -> None:
-    device.schedule = Schedule(
+def _draw_schedule(pick: random.Random, strict_push: bool) -> Schedule:
+    return Schedule(
         pick.getrandbits(60),
         deliver=pick.choice([0, 200, 20_000, 300_000, 900_000]),
         pause=pick.choice([0, 0, 2_000, 50_000]),
+        strict_push=strict_push,
     )
 
 

@@ -218,7 +218,6 @@ enum class Write { kPlain, kAtomic, kPush, kBulk };
 void shared_write(u32 address, u32 bytes);
 void shared_write(Cta& cta, u32 address, u32 bytes, u32 component, u32 epoch, Write how);
 const Cell& cell_at(Cta& cta, u32 address);
-void access(u64 address, u32 bytes, bool write);
 
 // global_memory.cpp
 void open_ranges();
@@ -238,9 +237,5 @@ void check_barriers_at_exit(const Cta& cta);
 
 // async_copies.cpp
 void deliver(u32 transfer);
-void finish_copies(Fiber& f, std::vector<Copy>& copies);
-
-// warp.cpp
-const u64* exchange(const char* operation, u64 value);
 
 }  // namespace emu

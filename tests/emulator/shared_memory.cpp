@@ -180,19 +180,6 @@ void shared_write(Cta& cta, u32 address, u32 bytes, u32 component, u32 epoch, Wr
   }
 }
 
-// Every load and store of the kernel's code comes by here, but those inside this core.
-void access(u64 address, u32 bytes, bool write) {
-  if (is_private(address)) return;
-  if (bytes <= 16 && (bytes & (bytes - 1)) == 0) need_aligned(address, bytes);
-  if (is_shared(address)) {
-    pause_maybe();
-    write ? shared_write(static_cast<u32>(address), bytes)
-          : shared_read(static_cast<u32>(address), bytes);
-  } else {
-    write ? global_write(address, bytes) : global_read(address, bytes);
-  }
-}
-
 unsigned char* dynamic_shared() { return host(machine.now->cta->window + kDynamicStart); }
 
 unsigned char* shared_variable(u32 number, u32 bytes) {
@@ -225,41 +212,3 @@ u32 atomic_rmw(u32* address, u32 operand, u32 (*operation)(u32, u32)) {
 }
 
 }  // namespace emu
-
-// What -fsanitize=thread has the compiler put before every load and store.
-#define EMU_HOOK(name, bytes, write)                                \
-  __attribute__((visibility("default"))) void name(void* address) { \
-    if (emu::machine.now == nullptr) return;                        \
-    EMU_SITE();                                                     \
-    emu::access(reinterpret_cast<emu::u64>(address), bytes, write); \
-  }
-#define EMU_HOOKS(bytes)                               \
-  EMU_HOOK(__tsan_read##bytes, bytes, false)           \
-  EMU_HOOK(__tsan_write##bytes, bytes, true)           \
-  EMU_HOOK(__tsan_unaligned_read##bytes, bytes, false) \
-  EMU_HOOK(__tsan_unaligned_write##bytes, bytes, true) \
-  EMU_HOOK(__tsan_volatile_read##bytes, bytes, false)  \
-  EMU_HOOK(__tsan_volatile_write##bytes, bytes, true)
-#define EMU_RANGE_HOOK(name, write)                                                        \
-  __attribute__((visibility("default"))) void name(void* address, unsigned long bytes) {   \
-    if (emu::machine.now == nullptr) return;                                               \
-    EMU_SITE();                                                                            \
-    emu::access(reinterpret_cast<emu::u64>(address), static_cast<emu::u32>(bytes), write); \
-  }
-#define EMU_IDLE_HOOK(name, ...) \
-  __attribute__((visibility("default"))) void name(__VA_ARGS__) {}
-
-extern "C" {
-EMU_HOOKS(1)
-EMU_HOOKS(2)
-EMU_HOOKS(4)
-EMU_HOOKS(8)
-EMU_HOOKS(16)
-EMU_RANGE_HOOK(__tsan_read_range, false)
-EMU_RANGE_HOOK(__tsan_write_range, true)
-EMU_IDLE_HOOK(__tsan_func_entry, void*)
-EMU_IDLE_HOOK(__tsan_func_exit)
-EMU_IDLE_HOOK(__tsan_init)
-EMU_IDLE_HOOK(__tsan_vptr_update, void*, void*)
-EMU_IDLE_HOOK(__tsan_vptr_read, void*)
-}

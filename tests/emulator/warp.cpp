@@ -31,6 +31,15 @@ void meet(const char* operation, const Finish& finish) {
   wake(warp.waiting);
 }
 
+// Every lane's value.
+const u64* exchange(const char* operation, u64 value) {
+  Warp& warp = own_warp();
+  u64* all = warp.value[warp.round & 1];
+  all[machine.now->lane] = value;
+  meet(operation, [](Warp&) {});
+  return all;
+}
+
 // The names are compared by address, so each is one object.
 constexpr char kShuffle[] = "a shuffle", kBallot[] = "a vote", kMatch[] = "match",
                kReduce[] = "a reduction", kSyncwarp[] = "__syncwarp", kBf16[] = "mma of bfloat16",
@@ -121,14 +130,6 @@ u32 load_matrix_word(const u64* rows, u32 matrix) {
 }
 
 }  // namespace
-
-const u64* exchange(const char* operation, u64 value) {
-  Warp& warp = own_warp();
-  u64* all = warp.value[warp.round & 1];
-  all[machine.now->lane] = value;
-  meet(operation, [](Warp&) {});
-  return all;
-}
 
 Coordinates thread_index() { return {machine.now->thread, 0, 0}; }
 Coordinates block_index() {
