@@ -2,7 +2,8 @@
 
 Stand-in device arrays carry NumPy memory; launches are recorded instead of made. What is shown is
 that every op accepts what its twin accepts, hands each kernel arguments of its declared types, and
-refuses what it must before anything is enqueued. What kernels compute is for the gpu tests.
+refuses what it must before anything is enqueued. What kernels compute is for the gpu and the
+emulated tests.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ They are kept in ``emulator`` of the kernel cache's folder.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -63,9 +64,9 @@ def missing_tools() -> str | None:
 class Builder:
     """Builds from the CUDA sources under ``source_dir``, as they are at the first use of each."""
 
-    def __init__(self, source_dir: Path, folder: Path | None = None) -> None:
+    def __init__(self, source_dir: Path) -> None:
         self.source_dir = source_dir
-        self.folder = _writable((folder or cache_dir() or Path()) / "emulator")
+        self.folder = _writable(cache_dir())
         self._built: dict[str, Path] = {}
 
     def build(self, programs: Iterable[KernelProgram]) -> None:
@@ -171,10 +172,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _writable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="cupylora-emulator-"))
+def _writable(cache: Path | None) -> Path:
+    """The emulator's folder of the cache, or one for this process."""
+    if cache is not None:
+        folder = cache / "emulator"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+    temporary = Path(tempfile.mkdtemp(prefix="cupylora-emulator-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
