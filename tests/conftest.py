@@ -1,4 +1,5 @@
-"""Which tests run where: ``gpu`` tests need a ready device, ``nvrtc`` tests the compiler.
+"""Which tests run where: ``gpu`` tests need a ready device, ``nvrtc`` tests the compiler,
+``emulated`` tests g++.
 
 Without a device ``gpu`` tests are skipped, saying why. With ``--require-gpu`` they fail instead,
 and a run that executed no GPU test at all fails too: a green run then proves a GPU was used.
@@ -7,12 +8,17 @@ and a run that executed no GPU test at all fails too: a green run then proves a 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
+from emulator.build import Builder, missing_tools
+from emulator.device import Device
 
 from cupylora.compiler.nvrtc import compiler_version
+from cupylora.compiler.programs import find_program
 from cupylora.device import DeviceInfo, DeviceState, probe
 from cupylora.errors import CompileError
+from cupylora.resources import cuda_source_dir
 
 GPU_TESTS_RUN = pytest.StashKey[int]()
 _GPU_MARKERS = ("gpu", "multi_gpu")
@@ -46,6 +52,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             compiler_version()
         except CompileError as error:
             pytest.skip(str(error))
+    if item.get_closest_marker("emulated") is not None and (lacking := missing_tools()):
+        pytest.skip(lacking)
+
+
+@pytest.fixture(scope="session")
+def kernel_builder() -> Builder:
+    return Builder(cuda_source_dir())
+
+
+@pytest.fixture
+def emulated(request: pytest.FixtureRequest, kernel_builder: Builder) -> Iterator[Device]:
+    """A device without a GPU for the ops, its kernels built: those of the module's PROGRAMS."""
+    kernel_builder.build(map(find_program, request.module.PROGRAMS))
+    with Device(kernel_builder).installed() as device:
+        yield device
 
 
 class _GpuTestCounter:

@@ -2,7 +2,8 @@
 
 Stand-in device arrays carry NumPy memory; launches are recorded instead of made. What is shown is
 that every op accepts what its twin accepts, hands each kernel arguments of its declared types, and
-refuses what it must before anything is enqueued. What kernels compute is for the gpu tests.
+refuses what it must before anything is enqueued. What kernels compute is for the gpu and the
+emulated tests.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import gc
 import struct
 import sys
 import types
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
+from fake_device import FakeArray, aligned, fake, install
 from problem_util import RoutingCase, hostile_routings, make_case, random_case
 
 from cupylora import ops, reference
@@ -27,43 +29,6 @@ from cupylora.errors import ArgumentError, CapacityError, GraphError
 from cupylora.ops import _device
 from cupylora.resources import cuda_source_dir
 from cupylora.worklists import MAX_ROWS, ROW_MAJOR, SLOT_ENTRY, TILE_INTS, LoraSlice
-
-
-class FakeArray:
-    """What an op may ask of a device array: dtype, shape, flags, views and an address."""
-
-    __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, host: np.ndarray) -> None:
-        self.host = host
-        self.dtype, self.shape, self.flags, self.size = (
-            host.dtype,
-            host.shape,
-            host.flags,
-            host.size,
-        )
-        self.data = types.SimpleNamespace(ptr=host.ctypes.data)
-
-    def __len__(self) -> int:
-        return len(self.host)
-
-    def __getitem__(self, key: Any) -> FakeArray:
-        return FakeArray(self.host[key])
-
-
-def fake(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return FakeArray(_aligned(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{n: fake(getattr(value, n)) for n in names})
-    return value
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    room = np.empty(array.nbytes + 256, np.uint8)
-    skip = -room.ctypes.data % 256
-    return room[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
 @functools.cache
@@ -110,24 +75,15 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    module = types.ModuleType("cupy")
-    module.empty = lambda shape, dtype: fake(np.empty(shape, dtype))  # type: ignore[attr-defined]
-    module.zeros = lambda shape, dtype: fake(np.zeros(shape, dtype))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(_device, "in_capture", lambda: False)
-    for name, used in list(sys.modules.items()):
-        if not name.startswith("cupylora.ops.") or used is _device:
-            continue
-        if hasattr(used, "enqueue"):
-            monkeypatch.setattr(used, "enqueue", made.enqueue)
-        if hasattr(used, "resident_blocks"):
-            monkeypatch.setattr(used, "resident_blocks", lambda *_: 400)
-        if hasattr(used, "shared_limit"):
-            monkeypatch.setattr(used, "shared_limit", lambda: 227 * 1024)
-        if hasattr(used, "is_hopper"):
-            monkeypatch.setattr(used, "is_hopper", lambda: False)
-        if hasattr(used, "shared_memory"):
-            monkeypatch.setattr(used, "shared_memory", lambda: (227 * 1024, 228 * 1024))
+    install(
+        monkeypatch,
+        fake,
+        enqueue=made.enqueue,
+        resident_blocks=lambda *_: 400,
+        shared_limit=lambda: 227 * 1024,
+        is_hopper=lambda: False,
+        shared_memory=lambda: (227 * 1024, 228 * 1024),
+    )
     return made
 
 
@@ -286,7 +242,7 @@ def test_what_would_fault_or_mix_tenants_is_refused(recorder: Recorder) -> None:
     x, y = fake(np.zeros((10, 64), kind)), fake(np.zeros((20, 8), kind))
 
     def delta(loras: int = 8, shift: int = 0, **changes: Any) -> None:
-        room = _aligned(np.zeros(loras * 48 + shift, np.uint8))
+        room = aligned(np.zeros(loras * 48 + shift, np.uint8))
         entries = FakeArray(room[shift:].reshape(1, loras, 48))
         sizes = {"in_features": 64, "max_rank": 16} | changes
         ops.lora_delta(x, y, segments, routing, entries, [LoraSlice(8)], **sizes)
@@ -297,7 +253,7 @@ def test_what_would_fault_or_mix_tenants_is_refused(recorder: Recorder) -> None:
     small = fake(np.zeros(16, np.uint8))
     _refused(recorder, "lora_workspace_bytes", lambda: delta(workspace=small), CapacityError)
     _refused(recorder, "max_rank is 513", lambda: delta(max_rank=513))
-    table = FakeArray(_aligned(np.zeros(8 * 48 + 8, np.uint8))[8:].reshape(1, 8, 48))
+    table = FakeArray(aligned(np.zeros(8 * 48 + 8, np.uint8))[8:].reshape(1, 8, 48))
     _refused(recorder, "table does not start", lambda: ops.slot_lookup(slots, table))
     wide = {"in_features": 2**24, "max_rank": 512}
     tall = fake(np.lib.stride_tricks.as_strided(np.zeros(1, kind), (0, 2**24)))
@@ -346,7 +302,7 @@ def test_unaligned_tiles_are_refused(recorder: Recorder) -> None:
     case = random_case(6, 10, 1, 1, 2)
     routing, slots = fake(_routing(case)), fake(case.token_to_slot)
     segments = ops.build_segments(routing, slots, max_loras=2)
-    room = _aligned(np.zeros(segments.tiles.size + 1, np.int32))
+    room = aligned(np.zeros(segments.tiles.size + 1, np.int32))
     moved = dataclasses.replace(segments, tiles=FakeArray(room[1:].reshape(-1, TILE_INTS)))
     _refused(
         recorder,

@@ -1,0 +1,84 @@
+"""Stand-ins for a device: arrays that carry NumPy memory, and what the ops ask of CuPy.
+
+Whoever installs them says what becomes of launches: recorded, or run by the emulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from cupylora.ops import _device
+
+
+class FakeArray:
+    """What an op may ask of a device array: dtype, shape, flags, views and an address."""
+
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, host: np.ndarray) -> None:
+        self.host = host
+        self.dtype, self.shape, self.flags, self.size = (
+            host.dtype,
+            host.shape,
+            host.flags,
+            host.size,
+        )
+        self.data = types.SimpleNamespace(ptr=host.ctypes.data)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __getitem__(self, key: Any) -> FakeArray:
+        return FakeArray(self.host[key])
+
+    def get(self) -> np.ndarray:
+        """A copy on the host."""
+        return self.host.copy()
+
+
+def each_array(value: Any, change: Callable[[np.ndarray], Any]) -> Any:
+    """``value`` with ``change`` made to it, or to every array of a dataclass."""
+    if isinstance(value, np.ndarray):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value)]
+        parts = {name: each_array(getattr(value, name), change) for name in names}
+        return dataclasses.replace(value, **parts)
+    return value
+
+
+def fake(value: Any) -> Any:
+    """An array, or a dataclass of arrays, on the device that is none; contents are not kept."""
+    return each_array(value, lambda array: FakeArray(aligned(array)))
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """Unset memory of the array's form on a 256-byte boundary."""
+    room = np.empty(array.nbytes + 256, np.uint8)
+    skip = -room.ctypes.data % 256
+    return room[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, new_array: Callable[[np.ndarray], Any], **functions: Any
+) -> None:
+    """Put a module in CuPy's place, and ``functions`` in the places of those of ``ops._device``."""
+    module: Any = types.ModuleType("cupy")
+    module.empty = lambda shape, dtype: new_array(np.empty(shape, dtype))
+    module.asarray = new_array
+    module.zeros = lambda shape, dtype: new_array(np.zeros(shape, dtype))
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(_device, "in_capture", lambda: False)
+    for name, used in list(sys.modules.items()):
+        if not name.startswith("cupylora.ops.") or used is _device:
+            continue
+        for function, replacement in functions.items():
+            if hasattr(used, function):
+                monkeypatch.setattr(used, function, replacement)
