@@ -22,6 +22,7 @@ struct Producer {
     ItemHead head;
     const u8 *a, *b;          // b at the CTA's first column
     const u8 *x_row, *y_row;  // of this lane's row, y at the CTA's first column
+    StageFill<Shape> fill;
   };
 
   __device__ __forceinline__ void wait_ahead() {
@@ -48,7 +49,7 @@ struct Producer {
   }
   __device__ __forceinline__ void copy_x(const Work& work, const Chunks& chunks, u32 full) {
     if (lane < work.head.rows) {
-      bulk_load(shared.rows(place.stage) + lane * kRowPitch,
+      bulk_load(shared.weights(place.stage) + work.fill.x() + lane * work.fill.x_pitch(),
                 work.x_row + static_cast<i64>(chunks.first) * kChunkBytes, row_bytes(chunks), full);
     }
   }
@@ -64,7 +65,7 @@ struct Producer {
       i32 stage = begin.stage + n;
       if (stage >= shared.stage_count) stage -= shared.stage_count;
       const Header<Shape::kTokens>& header = shared.headers[stage];
-      bulk_load(shared.rows(stage) + row * kRowPitch,
+      bulk_load(shared.weights(stage) + work.fill.x() + row * work.fill.x_pitch(),
                 reinterpret_cast<const u8*>(from) + static_cast<i64>(header.x_chunk) * kChunkBytes,
                 header.x_bytes, shared.full + 8 * stage);
     }
@@ -74,8 +75,10 @@ struct Producer {
   template <typename Visit>
   __device__ __forceinline__ void each_stage(i32 stage_chunks, const Visit& visit) const {
     const i32 own = order.ranges / size;
-    for (i32 r = rank_in * own; r < (rank_in + 1) * own; ++r) {
-      const i32 end = order.first(r + 1);
+    // Stages of a fixed number of chunks end with each range, others with the CTA's share.
+    const i32 step = RING_FILL == 0 ? 1 : own;
+    for (i32 r = rank_in * own; r < (rank_in + 1) * own; r += step) {
+      const i32 end = order.first(r + step);
       for (i32 c = order.first(r); c < end; c += stage_chunks) {
         visit(Chunks{c, min_int(stage_chunks, end - c)});
       }
@@ -90,16 +93,33 @@ struct Producer {
     __syncwarp();
   }
 
+  // Brings what is still to come of the CTA's weights into the L2: A from a chunk on, and B.
+  __device__ __forceinline__ void prefetch_rest(const Work& work, i32 first_chunk) const {
+    if (RING_PREFETCH == 0 || lane != 0) return;
+    const i32 own = order.ranges / size;
+    const i32 first = max_int(first_chunk, order.first(rank_in * own));
+    const i32 end = order.first((rank_in + 1) * own);
+    if (first < end) {
+      const AView a{work.a, work.head.rank, args.in_features, true};
+      bulk_prefetch(a.base + a.chunk_offset(first),
+                    row_bytes(Chunks{first, end - first}) * work.head.rank);
+    }
+    const u32 b_bytes = 2u * work.head.columns * work.head.rank;
+    if (b_bytes > 0) bulk_prefetch(work.b, b_bytes);
+  }
+
   // A and x. The first item's first weights are asked for before the kernel ahead has ended; its x
   // comes after that.
   __device__ __forceinline__ void shrink(const Work& work) {
     const AView a{work.a, work.head.rank, args.in_features, true};
-    const i32 stage_chunks = RankShare<Shape::kRankTiles>(work.head.rank).stage_chunks();
     const RingPlace begin = place;
     i32 held = 0;
     bool first = true;
-    each_stage(stage_chunks, [&](const Chunks& chunks) {
-      if (wait && held == shared.stage_count) copy_held_x(begin, held, work);
+    each_stage(work.fill.chunks, [&](const Chunks& chunks) {
+      if (wait && held == shared.stage_count) {
+        prefetch_rest(work, chunks.first);
+        copy_held_x(begin, held, work);
+      }
       claim();
       if (first) write_header(work);
       first = false;
@@ -120,7 +140,10 @@ struct Producer {
       if (!wait) copy_x(work, chunks, full);
       place.advance(shared.stage_count);
     });
-    if (wait) copy_held_x(begin, held, work);
+    if (wait) {
+      prefetch_rest(work, order.chunks);
+      copy_held_x(begin, held, work);
+    }
     // A CTA without chunks still has to say what the item is.
     if (first) header_alone(work);
   }
@@ -133,7 +156,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void expand(const Work& work) {
-    const i32 step = RankShare<Shape::kRankTiles>(work.head.rank).stage_columns;
+    const i32 step = work.fill.columns;
     const u32 y_rows = work.head.bulk == 2 ? work.head.rows : 0;
     for (i32 c = 0; c < work.head.columns; c += step) {
       const u32 bytes = 2u * min_int(step, work.head.columns - c);
@@ -144,8 +167,8 @@ struct Producer {
                   bytes * work.head.rank, full);
       }
       if (lane < y_rows) {
-        bulk_load(shared.rows(place.stage) + lane * kRowPitch, work.y_row + 2 * static_cast<i64>(c),
-                  bytes, full);
+        bulk_load(shared.weights(place.stage) + work.fill.y() + lane * work.fill.y_pitch(),
+                  work.y_row + 2 * static_cast<i64>(c), bytes, full);
       }
       place.advance(shared.stage_count);
     }
@@ -186,7 +209,8 @@ struct Producer {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void item(i32 n) {
+  // What there is to do for item `n`, whose lists have come; false where there is nothing to add.
+  __device__ __forceinline__ bool find(i32 n, Work& work) const {
     const TileRecord& record = shared.lists->tile[n % 3];
     Tile tile = record.head;
     tile.rows = min_int(tile.rows, Shape::kTokens);
@@ -195,13 +219,12 @@ struct Producer {
     if (tile.slot >= args.max_loras) raise_status(args.status, kStatusSlotRange);
     const SlotEntry entry = known ? shared.lists->entry[n % 2] : SlotEntry{};
     const i32 rank = safe_rank(entry, args.max_rank, args.status);
-    if (rank == 0) return;  // for the whole cluster: it reads the same entry
+    if (rank == 0) return false;  // for the whole cluster: it reads the same entry
 
     const ColumnShare columns(args, item, rank_in, size);
     const AView a = a_view(entry, tile, args.start_expert, rank, args.in_features);
     const i32* pairs = Shape::kTokens > kTilePairs ? shared.lists->pair[n % 2] : record.pairs;
     const i32 row = tile.first_row + lane, pair = lane < tile.rows ? pairs[lane] : 0;
-    Work work;
     work.a = a.base;
     work.b = b_base(entry, tile, args.start_expert) + static_cast<i64>(columns.first) * rank * 2;
     work.x_row = args.x + 2 * args.ldx * row_index(args, row, pair, args.x_by);
@@ -214,12 +237,24 @@ struct Producer {
     const i32 through = !bulk ? 0 : args.y_access == kYPiece ? 2 : 1;
     work.head = ItemHead{rank,       entry.scale,   tile.rows,     item.tile,
                          item.slice, columns.first, columns.count, through};
-    if (bulk) {
-      shrink(work);
-      expand(work);
-    } else {
+    work.fill = StageFill<Shape>(RankShare<Shape::kRankTiles>(rank), rank, tile.rows);
+    return true;
+  }
+
+  __device__ __forceinline__ void item(i32 n) {
+    Work work;
+    if (!find(n, work)) return;
+    if (work.head.bulk == 0) {
       header_alone(work);
+      return;
     }
+    shrink(work);
+    if constexpr (RING_PREFETCH > 1) {
+      wait_lists();
+      Work next;
+      if (exists(n + 1) && find(n + 1, next) && next.head.bulk != 0) prefetch_rest(next, 0);
+    }
+    expand(work);
   }
 
   __device__ __forceinline__ void run() {

@@ -45,6 +45,10 @@ __device__ __forceinline__ void bulk_load(u32 shared, const void* global, u32 by
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// Brings bytes (a multiple of 16, the address aligned to 16) into the L2.
+__device__ __forceinline__ void bulk_prefetch(const void* global, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(global), "r"(bytes) : "memory");
+}
 // Orders this thread's (and, after a CTA barrier, the CTA's) earlier shared accesses before bulk
 // copies that follow.
 __device__ __forceinline__ void fence_async_proxy() {

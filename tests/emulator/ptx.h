@@ -12,11 +12,14 @@ EMU_API void load_global16_if(u32& x, u32& y, u32& z, u32& w, const void* addres
 EMU_API void load_global8_if(u32& x, u32& y, const void* address, u32 valid);
 EMU_API void load_global4_if(u32& x, const void* address, u32 valid);
 EMU_API void store_global4_if(void* address, u32 x, u32 valid);
+EMU_API void store_global8_if(void* address, u32 x, u32 y, u32 valid);
+EMU_API void store_global16_if(void* address, u32 x, u32 y, u32 z, u32 w, u32 valid);
 EMU_API void store_global16(void* address, u32 x, u32 y, u32 z, u32 w);
 EMU_API void load_shared16(u32& x, u32& y, u32& z, u32& w, u32 address);
 EMU_API void load_shared8(u32& x, u32& y, u32 address);
 EMU_API void load_shared4(u32& x, u32 address);
 EMU_API void load_shared2(u16& x, u32 address);
+EMU_API void bulk_prefetch(const void* address, u32 bytes);
 EMU_API void store_shared16(u32 address, u32 x, u32 y, u32 z, u32 w);
 EMU_API void store_shared2(u32 address, u16 x);
 inline void prefetch(const void*) {}

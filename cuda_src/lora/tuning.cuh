@@ -1,0 +1,49 @@
+// What the fused LoRA kernels can be built with other than they ship: the values here are the
+// shipped ones, and tools/tune_kernels.py alone overrides them, to time the others beside them. No
+// value changes a result.
+#pragma once
+
+// Ring: bytes of weights in a stage, for instances of up to two rank tiles and of four; bytes of a
+// row of x or y in it; CTAs an SM, by rank tiles times 8-row groups: one, two, and an instance of
+// four rank tiles and one group.
+#ifndef RING_WEIGHT_BYTES
+#define RING_WEIGHT_BYTES 8192
+#endif
+#ifndef RING_WEIGHT_BYTES_4
+#define RING_WEIGHT_BYTES_4 16384
+#endif
+#ifndef RING_ROW_BYTES
+#define RING_ROW_BYTES 512
+#endif
+#ifndef RING_BLOCKS_1
+#define RING_BLOCKS_1 4
+#endif
+#ifndef RING_BLOCKS_2
+#define RING_BLOCKS_2 3
+#endif
+#ifndef RING_BLOCKS_4
+#define RING_BLOCKS_4 2
+#endif
+
+// Ring: 0: a stage holds a fixed number of chunks or columns, by rank tiles. 1: as many as its bytes
+// hold, by the adapter's own rank and the tile's own rows; its chunks run on across K ranges.
+#ifndef RING_FILL
+#define RING_FILL 0
+#endif
+
+// Ring: 1: y is read and written in 16-byte pieces where it lies so.
+#ifndef RING_WIDE_Y
+#define RING_WIDE_Y 0
+#endif
+
+// Ring, weights brought into the L2 ahead of their stages: 1: the rest of the first item, while the
+// kernel ahead is still running; 2: every next item's too.
+#ifndef RING_PREFETCH
+#define RING_PREFETCH 0
+#endif
+
+// Both: 1: the slot entries and the first tile's record are brought into the L2 while the tile count
+// is read, instead of one after the other.
+#ifndef LISTS_PREFETCH
+#define LISTS_PREFETCH 0
+#endif
