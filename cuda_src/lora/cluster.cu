@@ -33,7 +33,7 @@ struct ClusterShape {
   // Floats from token to token: a warp's accumulators fall into different banks.
   static constexpr int kPitch = kRanks + 4;
   static constexpr int kBlock = kTokens * kPitch;
-  static constexpr int kBlocksPerSm = MT == 1 ? 2 : 1;
+  static constexpr int kBlocksPerSm = MT == 1 && STAGES <= 2 ? 2 : 1;
 };
 
 // One chunk of this lane's operands.
@@ -440,6 +440,9 @@ __global__ void __launch_bounds__(kThreads, ClusterShape<MT, STAGES>::kBlocksPer
   __shared__ __align__(8) u64 barriers[3];
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i32 size = static_cast<i32>(cluster_size()), rank_in = static_cast<i32>(cluster_rank());
+  if (LISTS_PREFETCH != 0) {
+    prefetch_lists(args, static_cast<i32>(cluster_index()), threadIdx.x, kThreads);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3; ++i) mbarrier_init(shared_address(&barriers[i]), 1);
     fence_mbarrier_init();

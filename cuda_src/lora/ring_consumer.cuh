@@ -137,8 +137,8 @@ struct Consumer {
     return true;
   }
 
-  // Where rows of x and y lie in the stage. A stage filled by bytes has room for the tile's own rows
-  // alone: of others the last one is read, as nothing is made of it.
+  // Where rows of x and y lie in the stage. A stage filled by bytes has room for the tile's own
+  // rows alone: of others the last one is read, as nothing is made of it.
   __device__ __forceinline__ u32 own_row(i32 row) const {
     return max_int(0, min_int(row, item.rows - 1));
   }
@@ -469,8 +469,8 @@ struct Consumer {
   }
 
   // The same with a lane's columns side by side, one access to y a token. Lanes of odd g take the
-  // tiles of a pair in turned order, so that a load of B meets no bank more often than it would with
-  // the columns apart.
+  // tiles of a pair in turned order, so that a load of B meets no bank more often than it would
+  // with the columns apart.
   template <int RT>
   __device__ __forceinline__ void expand_wide(i32 c, i32 at, i32 valid,
                                               const Terms (&terms)[NT][MT],
@@ -505,8 +505,8 @@ struct Consumer {
         WordsOf<kTiles> after;
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-          const float(&own)[4] = delta[i][nt];
-          const float(&other)[4] = delta[i ^ kPair][nt];
+          const float (&own)[4] = delta[i][nt];
+          const float (&other)[4] = delta[i ^ kPair][nt];
           after.word[i] = add_pair<T>(before[nt][j].word[i], turned ? other[j] : own[j],
                                       turned ? other[2 + j] : own[2 + j], scale[nt][j]);
         }

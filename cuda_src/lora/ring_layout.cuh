@@ -10,6 +10,8 @@ constexpr int kConsumerThreads = kConsumers * kWarp;
 constexpr int kThreads = kConsumerThreads + kWarp;
 constexpr int kConsumerBarrier = 1;
 constexpr int kMaxStages = 6;
+// Arrivals that fill a stage: of the lane that announces its bytes, and of every copying lane.
+constexpr int kFullArrivals = RING_ROWS == 0 ? 1 : 1 + kWarp;
 constexpr int kRowBytes = RING_ROW_BYTES;  // of a tile's row in a stage
 // Bytes from row to row: the rows that a warp reads together fall into different banks.
 constexpr int kRowPitch = kRowBytes + 16;
@@ -22,8 +24,8 @@ struct RingShape {
   static constexpr int kWeightBytes = MT == 4 ? RING_WEIGHT_BYTES_4 : RING_WEIGHT_BYTES;
   static constexpr int kStageBytes = kWeightBytes + kTokens * kRowPitch;
   static constexpr int kFewBlocks = MT == 4 ? RING_BLOCKS_4 : 2;
-  static constexpr int kBlocksPerSm =
-      MT * NT == 1 ? RING_BLOCKS_1 : MT * NT == 2 ? RING_BLOCKS_2 : kFewBlocks;
+  static constexpr int kMoreBlocks = MT * NT == 2 ? RING_BLOCKS_2 : kFewBlocks;
+  static constexpr int kBlocksPerSm = MT * NT == 1 ? RING_BLOCKS_1 : kMoreBlocks;
 };
 
 // How an item's rank divides the work among the warps: `ways` of them share a rank tile and take
@@ -64,7 +66,8 @@ struct StageFill {
                                        i32 rows)
       : rank(rank), chunks(share.stage_chunks()), columns(share.stage_columns) {
     if constexpr (RING_FILL != 0) {
-      // A chunk of a row of A or x, and 64 columns of a rank of B or a row of y, are 128 bytes each.
+      // A chunk of a row of A or x, and 64 columns of a rank of B or a row of y, are 128 bytes
+      // each.
       chunks = (Shape::kStageBytes - rows * static_cast<i32>(kPad)) / (kChunkBytes * (rank + rows));
       columns = chunks * 64 & -share.stage_columns;  // the expand takes so many at a time
     }

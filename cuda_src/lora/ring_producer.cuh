@@ -32,12 +32,33 @@ struct Producer {
   }
   __device__ __forceinline__ void claim() {
     mbarrier_wait(shared.empty + 8 * place.stage, place.parity ^ 1);
+    // Weights may come to where cp.async left rows, which has been read by now.
+    if (RING_ROWS != 0 && RING_FILL != 0) fence_async_proxy();
   }
-  // Announces what will come into the claimed stage.
-  __device__ __forceinline__ u32 announce(u32 bytes) {
+  // Announces what will come into the claimed stage: bytes of weights and of each of `rows` rows.
+  __device__ __forceinline__ u32 announce(u32 weight_bytes, u32 row_bytes = 0, i32 rows = 0) {
     const u32 full = shared.full + 8 * place.stage;
+    const u32 bytes = weight_bytes + (RING_ROWS == 0 ? row_bytes * rows : 0);
     if (lane == 0) mbarrier_expect(full, bytes);
     return full;
+  }
+  // Behind all copies into a stage.
+  __device__ __forceinline__ void copied(u32 full) const {
+    if constexpr (RING_ROWS != 0) mbarrier_arrive_async(full);
+  }
+  // `bytes` of each of `rows` rows, from `row` of the lane of that number on.
+  __device__ __forceinline__ void copy_rows(u32 to, u32 pitch, const u8* row, u32 bytes, i32 rows,
+                                            u32 full) const {
+    if constexpr (RING_ROWS == 0) {
+      if (lane < rows) bulk_load(to + lane * pitch, row, bytes, full);
+    } else {
+      const u64 own = reinterpret_cast<u64>(row);
+#pragma unroll 4
+      for (i32 r = 0; r < rows; ++r, to += pitch) {
+        const u8* from = reinterpret_cast<const u8*>(__shfl_sync(kFullMask, own, r));
+        for (u32 at = lane * 16; at < bytes; at += kWarp * 16) copy16_async(to + at, from + at, 16);
+      }
+    }
   }
 
   struct Chunks {
@@ -47,16 +68,24 @@ struct Producer {
   __device__ __forceinline__ u32 row_bytes(const Chunks& chunks) const {
     return 2u * min_int(chunks.count * kChunk, args.in_features - chunks.first * kChunk);
   }
-  __device__ __forceinline__ void copy_x(const Work& work, const Chunks& chunks, u32 full) {
-    if (lane < work.head.rows) {
-      bulk_load(shared.weights(place.stage) + work.fill.x() + lane * work.fill.x_pitch(),
-                work.x_row + static_cast<i64>(chunks.first) * kChunkBytes, row_bytes(chunks), full);
-    }
+  __device__ __forceinline__ void copy_x(const Work& work, i32 stage, i32 chunk, u32 bytes) const {
+    copy_rows(shared.weights(stage) + work.fill.x(), work.fill.x_pitch(),
+              work.x_row + static_cast<i64>(chunk) * kChunkBytes, bytes, work.head.rows,
+              shared.full + 8 * stage);
+    copied(shared.full + 8 * stage);
   }
   // x of `held` stages from `begin` on, whose headers say which chunks they hold: every lane takes
   // rows of other stages, since the first item's x is what all wait for.
   __device__ __forceinline__ void copy_held_x(const RingPlace& begin, i32 held, const Work& work) {
     wait_ahead();
+    if constexpr (RING_ROWS != 0) {
+      RingPlace at = begin;
+      for (i32 n = 0; n < held; ++n, at.advance(shared.stage_count)) {
+        const Header<Shape::kTokens>& header = shared.headers[at.stage];
+        copy_x(work, at.stage, header.x_chunk, header.x_bytes);
+      }
+      return;
+    }
     const u64 row_address = reinterpret_cast<u64>(work.x_row);
     for (i32 base = 0; base < held * work.head.rows; base += kWarp) {
       const i32 i = base + lane, n = i / work.head.rows, row = i - n * work.head.rows;
@@ -132,12 +161,12 @@ struct Producer {
         __syncwarp();
         ++held;
       }
-      const u32 full = announce(bytes * (work.head.rank + work.head.rows));
+      const u32 full = announce(bytes * work.head.rank, bytes, work.head.rows);
       if (lane == 0) {
         bulk_load(shared.weights(place.stage), a.base + a.chunk_offset(chunks.first),
                   bytes * work.head.rank, full);
       }
-      if (!wait) copy_x(work, chunks, full);
+      if (!wait) copy_x(work, place.stage, chunks.first, bytes);
       place.advance(shared.stage_count);
     });
     if (wait) {
@@ -151,25 +180,24 @@ struct Producer {
   __device__ __forceinline__ void header_alone(const Work& work) {
     claim();
     write_header(work);
-    announce(0);
+    copied(announce(0));
     place.advance(shared.stage_count);
   }
 
   __device__ __forceinline__ void expand(const Work& work) {
     const i32 step = work.fill.columns;
-    const u32 y_rows = work.head.bulk == 2 ? work.head.rows : 0;
+    const i32 y_rows = work.head.bulk == 2 ? work.head.rows : 0;
     for (i32 c = 0; c < work.head.columns; c += step) {
       const u32 bytes = 2u * min_int(step, work.head.columns - c);
       claim();
-      const u32 full = announce(bytes * (work.head.rank + y_rows));
+      const u32 full = announce(bytes * work.head.rank, bytes, y_rows);
       if (lane == 0) {
         bulk_load(shared.weights(place.stage), work.b + static_cast<i64>(c) * work.head.rank * 2,
                   bytes * work.head.rank, full);
       }
-      if (lane < y_rows) {
-        bulk_load(shared.weights(place.stage) + work.fill.y() + lane * work.fill.y_pitch(),
-                  work.y_row + 2 * static_cast<i64>(c), bytes, full);
-      }
+      copy_rows(shared.weights(place.stage) + work.fill.y(), work.fill.y_pitch(),
+                work.y_row + 2 * static_cast<i64>(c), bytes, y_rows, full);
+      copied(full);
       place.advance(shared.stage_count);
     }
   }
@@ -203,9 +231,11 @@ struct Producer {
                   args.row_to_pair + tile.first_row + lane);
     }
   }
+  // With rows on the way by cp.async too, these are a group of their own behind that of the lists,
+  // and are not waited for.
   __device__ __forceinline__ void wait_lists() const {
     commit_async();
-    wait_async<0>();
+    wait_async<RING_ROWS == 0 ? 0 : 1>();
     __syncwarp();
   }
 
@@ -260,18 +290,21 @@ struct Producer {
   __device__ __forceinline__ void run() {
     copy_tile(0);
     copy_tile(1);
+    if constexpr (RING_ROWS != 0) commit_async();
     wait_lists();
     copy_rest(0);
+    if constexpr (RING_ROWS != 0) commit_async();
     wait_lists();
     for (i32 n = 0; exists(n); ++n) {
       copy_rest(n + 1);
       copy_tile(n + 2);
+      if constexpr (RING_ROWS != 0) commit_async();
       item(n);
       wait_lists();
     }
     claim();
     if (lane == 0) shared.headers[place.stage].item.rank = 0;
-    announce(0);
+    copied(announce(0));
     if (wait) wait_ahead();
   }
 };

@@ -25,8 +25,8 @@
 #define RING_BLOCKS_4 2
 #endif
 
-// Ring: 0: a stage holds a fixed number of chunks or columns, by rank tiles. 1: as many as its bytes
-// hold, by the adapter's own rank and the tile's own rows; its chunks run on across K ranges.
+// Ring: 0: a stage holds a fixed number of chunks or columns, by rank tiles. 1: as many as its
+// bytes hold, by the adapter's own rank and the tile's own rows; its chunks run on across K ranges.
 #ifndef RING_FILL
 #define RING_FILL 0
 #endif
@@ -36,14 +36,20 @@
 #define RING_WIDE_Y 0
 #endif
 
+// Ring: 1: rows of x and y come by cp.async of the whole copying warp, 512 bytes an instruction,
+// instead of by a bulk copy a row, which takes the warp longer to issue.
+#ifndef RING_ROWS
+#define RING_ROWS 0
+#endif
+
 // Ring, weights brought into the L2 ahead of their stages: 1: the rest of the first item, while the
 // kernel ahead is still running; 2: every next item's too.
 #ifndef RING_PREFETCH
 #define RING_PREFETCH 0
 #endif
 
-// Both: 1: the slot entries and the first tile's record are brought into the L2 while the tile count
-// is read, instead of one after the other.
+// Both: 1: the slot entries and the first tile's record are brought into the L2 while the tile
+// count is read, instead of one after the other.
 #ifndef LISTS_PREFETCH
 #define LISTS_PREFETCH 0
 #endif

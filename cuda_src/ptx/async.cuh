@@ -24,6 +24,10 @@ __device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
       "r"(bytes)
       : "memory");
 }
+// Arrives once all earlier cp.async of this thread are complete.
+__device__ __forceinline__ void mbarrier_arrive_async(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
 // Also for bytes that other CTAs stored here: they are counted once they are visible to this CTA.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(

@@ -1,0 +1,191 @@
+"""Forms of the fused LoRA kernels beside the shipped one: what ``lora/tuning.cuh`` can be set to,
+and other shapes of their launches.
+
+In: a :class:`Form`. Out: within ``installed(form)`` the ops launch it, under names of its own, so
+that nothing of another form is taken for it. No form changes a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from cupylora.bench import calls
+from cupylora.compiler import loader
+from cupylora.compiler.programs import find_program
+from cupylora.compiler.sources import KernelProgram
+from cupylora.ops import _lora_choice, _lora_fused
+from cupylora.ops._lora_choice import FusedShape, Workload, k_ranges
+
+__all__ = ["DEFINES", "SHIPPED", "Form", "find_form", "form_of", "installed"]
+
+DEFINES = {
+    "RING_WEIGHT_BYTES": 8192,
+    "RING_WEIGHT_BYTES_4": 16384,
+    "RING_ROW_BYTES": 512,
+    "RING_BLOCKS_1": 4,
+    "RING_BLOCKS_2": 3,
+    "RING_BLOCKS_4": 2,
+    "RING_FILL": 0,
+    "RING_WIDE_Y": 0,
+    "RING_ROWS": 0,
+    "RING_PREFETCH": 0,
+    "LISTS_PREFETCH": 0,
+}
+"""What lora/tuning.cuh ships with."""
+
+_DEEP = "1_4"
+"""The cluster kernel's instance of one rank tile with four chunks in flight, which none ships of."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form. Values that are None are the rule's own.
+
+    defines: of lora/tuning.cuh, those that differ from what ships, sorted. cluster: CTAs an item,
+    where K and the device allow. resident: share of the clusters that the device holds at a time
+    that are launched (ring). spread: CTAs an item in all, against the rule's (cluster kernel).
+    deep: four chunks in flight where a warp has that many (cluster kernel). tile_rows: of the row
+    tiles.
+    """
+
+    defines: tuple[tuple[str, int], ...] = ()
+    cluster: int | None = None
+    resident: float = 1.0
+    spread: float = 1.0
+    deep: bool = False
+    tile_rows: int | None = None
+
+    def with_defines(self, **values: int) -> Form:
+        """The form with these defines."""
+        merged = {**dict(self.defines), **values}
+        kept = {name: value for name, value in merged.items() if value != DEFINES[name]}
+        return replace(self, defines=tuple(sorted(kept.items())))
+
+    @property
+    def text(self) -> str:
+        """All that differs from what ships; "shipped" where nothing does."""
+        others = {k: v for k, v in asdict(self).items() if k != "defines"}
+        plain = asdict(SHIPPED)
+        parts = [f"{name}={value}" for name, value in self.defines]
+        parts += [f"{name}={value}" for name, value in others.items() if value != plain[name]]
+        return ",".join(parts) or "shipped"
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of its programs."""
+        return "".join(f"@{name}={value}" for name, value in self.defines)
+
+    def programs(self, kernels: Iterator[str] | tuple[str, ...]) -> list[str]:
+        """Names of its programs, of "ring" and "cluster" those in ``kernels``."""
+        suffix = self.suffix or ("@" if self.deep else "")
+        return [f"lora_{kernel}_bfloat16{suffix}" for kernel in kernels]
+
+
+SHIPPED = Form()
+
+
+def form_of(values: Mapping[str, Any]) -> Form:
+    """A form from what ``dataclasses.asdict`` gave, also by way of JSON."""
+    defines = tuple((str(name), int(value)) for name, value in values["defines"])
+    return Form(**{**values, "defines": defines})
+
+
+def find_form(name: str) -> KernelProgram:
+    """``find_program`` that also knows the programs of forms: NAME@DEFINE=VALUE@..."""
+    base, *settings = name.split("@")
+    program = find_program(base)
+    if not settings:
+        return program
+    kernels = dict(program.kernels)
+    if base.startswith("lora_cluster"):
+        kernels[_DEEP] = kernels["1_1"].replace(", 1, 1>", ", 1, 4>")
+    defines = dict(setting.split("=") for setting in settings if setting)
+    return replace(program, name=name, kernels=kernels, defines=defines)
+
+
+@contextlib.contextmanager
+def installed(form: Form) -> Iterator[None]:
+    """Within, the fused ops launch this form, and the bench makes its lists for it."""
+    suffix = form.suffix or ("@" if form.deep else "")
+    values = {**DEFINES, **dict(form.defines)}
+    small = values["RING_WEIGHT_BYTES"]
+    changes: dict[tuple[Any, str], Any] = {
+        (loader, "find_program"): find_form,
+        (_lora_fused, "ring_shape"): _ring_shapes(form),
+        (_lora_fused, "cluster_shape"): _cluster_shapes(form),
+        (_lora_fused, "_cluster_kernel"): _cluster_kernels(form),
+        (_lora_fused, "_WEIGHT_BYTES"): {1: small, 2: small, 4: values["RING_WEIGHT_BYTES_4"]},
+        (_lora_fused, "_ROW_BYTES"): values["RING_ROW_BYTES"],
+        (_lora_fused, "_BLOCKS_OF"): {1: values["RING_BLOCKS_1"], 2: values["RING_BLOCKS_2"]},
+        (_lora_fused, "_FOUR_TILE_BLOCKS"): values["RING_BLOCKS_4"],
+    }
+    for name in ("enqueue", "resident_blocks", "active_clusters"):
+        changes[_lora_fused, name] = _renaming(getattr(_lora_fused, name), suffix)
+    if form.tile_rows is not None:
+        changes[calls, "choose_tile_rows"] = lambda *_, **__: form.tile_rows
+    with contextlib.ExitStack() as stack:
+        for (module, name), value in changes.items():
+            stack.enter_context(patch.object(module, name, value))
+        stack.callback(_forget_shapes)
+        _forget_shapes()
+        yield
+
+
+def _forget_shapes() -> None:
+    _lora_fused._cluster_shape.cache_clear()
+    _lora_fused._ring_shape.cache_clear()
+
+
+def _renaming(call: Any, suffix: str) -> Any:
+    def renamed(program: str, *args: Any, **kwargs: Any) -> Any:
+        return call(program + suffix, *args, **kwargs)
+
+    return renamed
+
+
+def _ring_shapes(form: Form) -> Any:
+    plain = _lora_choice.ring_shape
+
+    def shape_of(work: Workload, clusters_of: dict[int, int]) -> FusedShape:
+        if form.cluster is not None:
+            size = max(c for c in clusters_of if c <= form.cluster)
+            clusters_of = {size: clusters_of[size]}
+        shape = plain(work, clusters_of)
+        most = math.ceil(form.resident * clusters_of[shape.cluster])
+        return replace(shape, clusters=min(shape.clusters, most))
+
+    return shape_of
+
+
+def _cluster_shapes(form: Form) -> Any:
+    plain = _lora_choice.cluster_shape
+
+    def shape_of(work: Workload, blocks: int) -> FusedShape:
+        shape = plain(work, blocks)
+        if form.cluster is None and form.spread == 1:
+            return shape
+        wide = max(work.widths)
+        size = min(form.cluster or shape.cluster, k_ranges(work.in_features), 8)
+        ctas = math.ceil(wide / shape.cta_columns * form.spread)
+        room = _lora_choice._SHARED_LIMIT - _lora_choice.cluster_sum_bytes(work, size)
+        fit = max(64, min(_lora_choice._B_LIMIT, room) // (work.max_rank * 2) // 64 * 64)
+        columns = min(fit, _lora_choice._cut(wide, max(size, ctas)))
+        most = work.tile_capacity * _lora_choice._parts(work.widths, size * columns)
+        return FusedShape(size, columns, max(1, min(most, 4 * blocks // size)))
+
+    return shape_of
+
+
+def _cluster_kernels(form: Form) -> Any:
+    plain = _lora_fused._cluster_kernel
+
+    def kernel_of(work: Workload, cluster: int) -> str:
+        name = plain(work, cluster)
+        return _DEEP if form.deep and name == "1_2" else name
+
+    return kernel_of
