@@ -38,8 +38,9 @@ DEFINES = {
 }
 """What lora/tuning.cuh ships with."""
 
+_LISTS = "LISTS_PREFETCH"
 _DEEP = "1_4"
-"""The cluster kernel's instance of one rank tile with four chunks in flight, which none ships of."""
+"""The cluster kernel's instance of one rank tile with four chunks in flight; none ships."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,19 @@ class Form:
         parts += [f"{name}={value}" for name, value in others.items() if value != plain[name]]
         return ",".join(parts) or "shipped"
 
-    @property
-    def suffix(self) -> str:
-        """Of the names of its programs."""
-        return "".join(f"@{name}={value}" for name, value in self.defines)
+    def suffix(self, program: str) -> str:
+        """What makes the name of a program its own: the settings that it depends on."""
+        cluster = program.startswith("lora_cluster")
+        if not cluster and not program.startswith("lora_ring"):
+            return ""
+        settings = [pair for pair in self.defines if not cluster or pair[0] == _LISTS]
+        text = "".join(f"@{name}={value}" for name, value in settings)
+        return text or ("@" if cluster and self.deep else "")
 
-    def programs(self, kernels: Iterator[str] | tuple[str, ...]) -> list[str]:
-        """Names of its programs, of "ring" and "cluster" those in ``kernels``."""
-        suffix = self.suffix or ("@" if self.deep else "")
-        return [f"lora_{kernel}_bfloat16{suffix}" for kernel in kernels]
+    def programs(self, dtype: str = "bfloat16") -> list[str]:
+        """Names of its programs, of those that are not the shipped ones."""
+        bases = [f"lora_{kernel}_{dtype}" for kernel in ("ring", "cluster")]
+        return [base + self.suffix(base) for base in bases if self.suffix(base)]
 
 
 SHIPPED = Form()
@@ -111,7 +116,6 @@ def find_form(name: str) -> KernelProgram:
 @contextlib.contextmanager
 def installed(form: Form) -> Iterator[None]:
     """Within, the fused ops launch this form, and the bench makes its lists for it."""
-    suffix = form.suffix or ("@" if form.deep else "")
     values = {**DEFINES, **dict(form.defines)}
     small = values["RING_WEIGHT_BYTES"]
     changes: dict[tuple[Any, str], Any] = {
@@ -125,7 +129,7 @@ def installed(form: Form) -> Iterator[None]:
         (_lora_fused, "_FOUR_TILE_BLOCKS"): values["RING_BLOCKS_4"],
     }
     for name in ("enqueue", "resident_blocks", "active_clusters"):
-        changes[_lora_fused, name] = _renaming(getattr(_lora_fused, name), suffix)
+        changes[_lora_fused, name] = _renaming(getattr(_lora_fused, name), form)
     if form.tile_rows is not None:
         changes[calls, "choose_tile_rows"] = lambda *_, **__: form.tile_rows
     with contextlib.ExitStack() as stack:
@@ -141,9 +145,9 @@ def _forget_shapes() -> None:
     _lora_fused._ring_shape.cache_clear()
 
 
-def _renaming(call: Any, suffix: str) -> Any:
+def _renaming(call: Any, form: Form) -> Any:
     def renamed(program: str, *args: Any, **kwargs: Any) -> Any:
-        return call(program + suffix, *args, **kwargs)
+        return call(program + form.suffix(program), *args, **kwargs)
 
     return renamed
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-_TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernel_forms import DEFINES, SHIPPED, find_form, installed
 
