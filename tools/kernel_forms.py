@@ -34,6 +34,8 @@ DEFINES = {
     "RING_WIDE_Y": 0,
     "RING_ROWS": 0,
     "RING_PREFETCH": 0,
+    "RING_STREAM_Y": 0,
+    "RING_TURN_RANKS": 0,
     "LISTS_PREFETCH": 0,
 }
 """What lora/tuning.cuh ships with."""

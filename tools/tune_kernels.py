@@ -106,6 +106,7 @@ TARGETS = (
 _ALL = {"RING_WIDE_Y": 1, "RING_ROWS": 1, "RING_PREFETCH": 2, "LISTS_PREFETCH": 1}
 _AHEAD = {"RING_PREFETCH": 2, "LISTS_PREFETCH": 1}
 _SLIM = {"RING_WEIGHT_BYTES_4": 8192, "RING_BLOCKS_4": 3}
+_FLOWING = {"RING_WIDE_Y": 1, "RING_ROWS": 1, "RING_STREAM_Y": 1}
 _BIG = {"RING_WEIGHT_BYTES": 16384, "RING_ROW_BYTES": 1024, "RING_FILL": 1, "RING_WIDE_Y": 1}
 
 
@@ -129,6 +130,7 @@ _RING = {
 }
 _CLUSTER = {
     "lists": _form({"LISTS_PREFETCH": 1}),
+    "stay": _form({"LISTS_PREFETCH": 2}),
     "deep": _form(deep=True),
     "deep+": _form({"LISTS_PREFETCH": 1}, deep=True),
     "half": _form(spread=0.5),
@@ -138,12 +140,17 @@ _WIDE = {
     "slim": _form(_SLIM),
     "slim+wide": _form({**_SLIM, "RING_WIDE_Y": 1}),
     "slim+fill": _form({**_SLIM, "RING_FILL": 1, "RING_WIDE_Y": 1}),
-    "slim+all": _form({**_SLIM, **_ALL}),
+    "turn": _form({"RING_TURN_RANKS": 1}),
+    "slim+turn": _form({**_SLIM, "RING_TURN_RANKS": 1, "RING_WIDE_Y": 1}),
+    "slim+all": _form({**_SLIM, **_ALL, "RING_TURN_RANKS": 1}),
 }
 _MANY = {
     "32": _form(tile_rows=32),
     "32+": _form({"RING_WIDE_Y": 1, "RING_ROWS": 1}, tile_rows=32),
     "16+": _form({"RING_WIDE_Y": 1, "RING_ROWS": 1}),
+    "stream": _form({"RING_STREAM_Y": 1, "RING_WIDE_Y": 1}),
+    "16+s": _form(_FLOWING),
+    "32+s": _form(_FLOWING, tile_rows=32),
     "big": _form({**_BIG, "RING_BLOCKS_2": 3}),
     "big+": _form({**_BIG, "RING_BLOCKS_2": 2, "RING_ROWS": 1}),
 }
@@ -175,12 +182,16 @@ def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[F
         ):
             yield from (form.with_defines(**{name: value}) for value in values)
         yield from (replace(form, resident=share) for share in (1.0, 0.75, 0.5))
+        if target.wide:
+            yield from (form.with_defines(RING_TURN_RANKS=value) for value in (0, 1))
+        if target.tokens >= _MANY_TOKENS:
+            yield from (form.with_defines(RING_STREAM_Y=value) for value in (0, 1))
     if "cluster" in used:
         yield from (replace(form, spread=share) for share in (1.0, 0.5, 2.0, 4.0))
         yield from (replace(form, deep=deep) for deep in (False, True))
     if target.tokens >= _MANY_TOKENS:
         yield from (replace(form, tile_rows=rows) for rows in (16, 32))
-    yield from (form.with_defines(LISTS_PREFETCH=value) for value in (0, 1))
+    yield from (form.with_defines(LISTS_PREFETCH=value) for value in (0, 1, 2))
     yield from (replace(form, cluster=size) for size in (None, 1, 2, 4, 8))
 
 
@@ -556,7 +567,8 @@ def programs_to_compile(targets: Sequence[Target]) -> tuple[list[str], list[str]
     both = ("ring", "cluster")
     named = [form for target in targets for form in named_forms(target, both).values()]
     near = [near for t in targets for form in _bases(t) for near in neighbours(form, t, both)]
-    first = [*plain, "lora_cluster_float16@LISTS_PREFETCH=1", "lora_cluster_float16@"]
+    cluster = "lora_cluster_float16@"
+    first = [*plain, cluster, *(f"{cluster}LISTS_PREFETCH={value}" for value in (1, 2))]
     first += [name for form in named for name in form.programs()]
     later = [name for form in near for name in form.programs()]
     known = list(dict.fromkeys(first))

@@ -61,7 +61,12 @@ __device__ __forceinline__ void prefetch_lists(const DeltaArgs& args, i32 first,
   constexpr i32 kLine = 128;
   const i32 bytes = args.num_slices * args.max_loras * static_cast<i32>(sizeof(SlotEntry));
   if (thread * kLine < bytes) {
-    prefetch_line(reinterpret_cast<const u8*>(args.entries) + thread * kLine);
+    const u8* line = reinterpret_cast<const u8*>(args.entries) + thread * kLine;
+    if constexpr (LISTS_PREFETCH > 1) {
+      prefetch_line_to_stay(line);
+    } else {
+      prefetch_line(line);
+    }
   }
   if (thread == threads - 1) {
     prefetch_line(args.tiles + item_at(args, first).tile);

@@ -81,8 +81,11 @@ struct WordsOf {
       word[0] = shared4(shared);
     }
   }
+  template <bool STREAMED>
   __device__ __forceinline__ void store_if(void* address, bool valid) const {
-    if constexpr (WORDS == 4) {
+    if constexpr (WORDS == 4 && STREAMED) {
+      if (valid) store16_streaming(address, make_uint4(word[0], word[1], word[2], word[3]));
+    } else if constexpr (WORDS == 4) {
       store16_if(address, make_uint4(word[0], word[1], word[2], word[3]), valid);
     } else if constexpr (WORDS == 2) {
       store8_if(address, make_uint2(word[0], word[1]), valid);
@@ -397,6 +400,38 @@ struct Consumer {
   static constexpr int kTilesOf =
       kConsumers / RT * (MT == 4 && RT > 1 && Shape::kWeightBytes > 8192 ? 2 : 1);
 
+  // Of B in the stage: column `column` and the one behind it, this lane's ranks of every step.
+  template <int RT>
+  __device__ __forceinline__ void load_b(uint2 (&top)[RT], uint2 (&bottom)[RT], i32 column) const {
+    constexpr int kTurns = RING_TURN_RANKS != 0 ? RT - 1 : 0;
+    const u32 b = shared.weights(place.stage) + (column * item.rank + 4 * t) * 2;
+#pragma unroll
+    for (int s = 0; s < RT; ++s) {
+      const i32 step = s ^ (g & kTurns);
+      const bool in_rank = step * kRankStep + 4 * t < item.rank;
+      top[s] = shared8_if(b + step * kRankStep * 2, in_rank);
+      bottom[s] = shared8_if(b + step * kRankStep * 2 + 2 * item.rank, in_rank);
+    }
+    if constexpr (kTurns >= 1) turn_back<1>(top, bottom);
+    if constexpr (kTurns >= 2) turn_back<2>(top, bottom);
+  }
+  // Changes places s and s ^ BIT in lanes whose g has that bit.
+  template <int BIT, int RT>
+  __device__ __forceinline__ void turn_back(uint2 (&top)[RT], uint2 (&bottom)[RT]) const {
+    const bool turned = (g & BIT) != 0;
+#pragma unroll
+    for (int s = 0; s < RT; ++s) {
+      if ((s & BIT) != 0) continue;
+      change_if(turned, top[s], top[s | BIT]);
+      change_if(turned, bottom[s], bottom[s | BIT]);
+    }
+  }
+  static __device__ __forceinline__ void change_if(bool turned, uint2& a, uint2& b) {
+    const uint2 first = turned ? b : a, second = turned ? a : b;
+    a = first;
+    b = second;
+  }
+
   template <int RT>
   static __device__ __forceinline__ void multiply_b(float (&delta)[kTilesOf<RT>][NT][4],
                                                     const uint2 (&top)[kTilesOf<RT>][RT],
@@ -435,13 +470,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const i32 column = (warp + i * kConsumers) * kColumnTile + 2 * g;
-      const u32 b = shared.weights(place.stage) + ((at + column) * item.rank + 4 * t) * 2;
-#pragma unroll
-      for (int s = 0; s < RT; ++s) {
-        const bool in_rank = s * kRankStep + 4 * t < item.rank;
-        top[i][s] = shared8_if(b + s * kRankStep * 2, in_rank);
-        bottom[i][s] = shared8_if(b + s * kRankStep * 2 + 2 * item.rank, in_rank);
-      }
+      load_b<RT>(top[i], bottom[i], at + column);
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
@@ -483,13 +512,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const i32 column = at + first + 2 * (i ^ (g & kPair));
-      const u32 b = shared.weights(place.stage) + (column * item.rank + 4 * t) * 2;
-#pragma unroll
-      for (int s = 0; s < RT; ++s) {
-        const bool in_rank = s * kRankStep + 4 * t < item.rank;
-        top[i][s] = shared8_if(b + s * kRankStep * 2, in_rank);
-        bottom[i][s] = shared8_if(b + s * kRankStep * 2 + 2 * item.rank, in_rank);
-      }
+      load_b<RT>(top[i], bottom[i], column);
     }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
@@ -510,8 +533,9 @@ struct Consumer {
           after.word[i] = add_pair<T>(before[nt][j].word[i], turned ? other[j] : own[j],
                                       turned ? other[2 + j] : own[2 + j], scale[nt][j]);
         }
-        after.store_if(reinterpret_cast<u8*>(y_row[nt][j]) + 2 * (c + first),
-                       nt * 8 + 2 * t + j < item.rows && first < valid);
+        after.template store_if<Shape::kStreamsY>(
+            reinterpret_cast<u8*>(y_row[nt][j]) + 2 * (c + first),
+            nt * 8 + 2 * t + j < item.rows && first < valid);
       }
     }
   }

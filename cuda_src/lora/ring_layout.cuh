@@ -23,6 +23,7 @@ struct RingShape {
   static constexpr int kTokens = NT * 8;
   static constexpr int kWeightBytes = MT == 4 ? RING_WEIGHT_BYTES_4 : RING_WEIGHT_BYTES;
   static constexpr int kStageBytes = kWeightBytes + kTokens * kRowPitch;
+  static constexpr bool kStreamsY = RING_STREAM_Y != 0 && NT > 1;
   static constexpr int kFewBlocks = MT == 4 ? RING_BLOCKS_4 : 2;
   static constexpr int kMoreBlocks = MT * NT == 2 ? RING_BLOCKS_2 : kFewBlocks;
   static constexpr int kBlocksPerSm = MT * NT == 1 ? RING_BLOCKS_1 : kMoreBlocks;

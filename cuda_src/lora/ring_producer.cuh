@@ -46,17 +46,30 @@ struct Producer {
   __device__ __forceinline__ void copied(u32 full) const {
     if constexpr (RING_ROWS != 0) mbarrier_arrive_async(full);
   }
-  // `bytes` of each of `rows` rows, from `row` of the lane of that number on.
+  // `bytes` of each of `rows` rows, from `row` of the lane of that number on; STREAMED: they are
+  // read once.
+  template <bool STREAMED>
   __device__ __forceinline__ void copy_rows(u32 to, u32 pitch, const u8* row, u32 bytes, i32 rows,
                                             u32 full) const {
     if constexpr (RING_ROWS == 0) {
-      if (lane < rows) bulk_load(to + lane * pitch, row, bytes, full);
+      if (lane >= rows) return;
+      if constexpr (STREAMED) {
+        bulk_load_hinted(to + lane * pitch, row, bytes, full, evict_first_policy());
+      } else {
+        bulk_load(to + lane * pitch, row, bytes, full);
+      }
     } else {
       const u64 own = reinterpret_cast<u64>(row);
 #pragma unroll 4
       for (i32 r = 0; r < rows; ++r, to += pitch) {
         const u8* from = reinterpret_cast<const u8*>(__shfl_sync(kFullMask, own, r));
-        for (u32 at = lane * 16; at < bytes; at += kWarp * 16) copy16_async(to + at, from + at, 16);
+        for (u32 at = lane * 16; at < bytes; at += kWarp * 16) {
+          if constexpr (STREAMED) {
+            copy16_async_if(to + at, from + at, true, evict_first_policy());
+          } else {
+            copy16_async(to + at, from + at, 16);
+          }
+        }
       }
     }
   }
@@ -69,9 +82,9 @@ struct Producer {
     return 2u * min_int(chunks.count * kChunk, args.in_features - chunks.first * kChunk);
   }
   __device__ __forceinline__ void copy_x(const Work& work, i32 stage, i32 chunk, u32 bytes) const {
-    copy_rows(shared.weights(stage) + work.fill.x(), work.fill.x_pitch(),
-              work.x_row + static_cast<i64>(chunk) * kChunkBytes, bytes, work.head.rows,
-              shared.full + 8 * stage);
+    copy_rows<false>(shared.weights(stage) + work.fill.x(), work.fill.x_pitch(),
+                     work.x_row + static_cast<i64>(chunk) * kChunkBytes, bytes, work.head.rows,
+                     shared.full + 8 * stage);
     copied(shared.full + 8 * stage);
   }
   // x of `held` stages from `begin` on, whose headers say which chunks they hold: every lane takes
@@ -195,8 +208,8 @@ struct Producer {
         bulk_load(shared.weights(place.stage), work.b + static_cast<i64>(c) * work.head.rank * 2,
                   bytes * work.head.rank, full);
       }
-      copy_rows(shared.weights(place.stage) + work.fill.y(), work.fill.y_pitch(),
-                work.y_row + 2 * static_cast<i64>(c), bytes, y_rows, full);
+      copy_rows<Shape::kStreamsY>(shared.weights(place.stage) + work.fill.y(), work.fill.y_pitch(),
+                                  work.y_row + 2 * static_cast<i64>(c), bytes, y_rows, full);
       copied(full);
       place.advance(shared.stage_count);
     }

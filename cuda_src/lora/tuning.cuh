@@ -48,8 +48,20 @@
 #define RING_PREFETCH 0
 #endif
 
+// Ring, instances of more than 8 rows: 1: y is first to leave the L2, so that x and weights, which
+// are read again, stay there.
+#ifndef RING_STREAM_Y
+#define RING_STREAM_Y 0
+#endif
+
+// Ring, ranks above 16: 1: lanes of different g load the rank steps of B in different order, so
+// that they meet different banks.
+#ifndef RING_TURN_RANKS
+#define RING_TURN_RANKS 0
+#endif
+
 // Both: 1: the slot entries and the first tile's record are brought into the L2 while the tile
-// count is read, instead of one after the other.
+// count is read, instead of one after the other. 2: and the entries are the last to leave it.
 #ifndef LISTS_PREFETCH
 #define LISTS_PREFETCH 0
 #endif

@@ -105,6 +105,10 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));
 }
 
+__device__ __forceinline__ void prefetch_line_to_stay(const void* address) {
+  asm volatile("prefetch.global.L2::evict_last [%0];\n" ::"l"(address));
+}
+
 // Programmatic dependent launch (from sm_90 on; elsewhere a kernel starts when all before it is
 // done). Before the wait a kernel may touch nothing that its predecessor writes; a pointer to such
 // memory must not be __restrict__, or a load through it could be moved ahead of the wait.
@@ -179,4 +183,26 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared));
+}
+
+// What is streamed through once leaves the L2 first.
+__device__ __forceinline__ u64 evict_first_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy16_async_if(u32 shared, const void* global, bool valid,
+                                                u64 policy) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %3;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(static_cast<u32>(valid)), "l"(policy));
+}
+__device__ __forceinline__ void store16_streaming(void* global, const uint4& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(global), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
 }

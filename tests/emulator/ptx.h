@@ -34,6 +34,9 @@ EMU_API void commit_async();
 EMU_API void wait_async(i32 groups);
 EMU_API void mbarrier_arrive_after_copies(u32 barrier);
 EMU_API void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
+inline void bulk_load_hinted(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
+  bulk_load(to, from, bytes, barrier);
+}
 EMU_API void fence_async_proxy();
 EMU_API void map_shared(u32& mapped, u32 address, u32 rank);
 EMU_API void push4(u32 to, float x, float y, float z, float w, u32 barrier);
