@@ -51,6 +51,8 @@ SLIM = SHIPPED.with_defines(
 BIG = SHIPPED.with_defines(
     RING_WEIGHT_BYTES=16384, RING_ROW_BYTES=1024, RING_FILL=1, RING_WIDE_Y=1, RING_STREAM_Y=1
 )
+OWN = SHIPPED.with_defines(CLUSTER_OWN_TILES=1, LISTS_PREFETCH=1)
+DEEP = Form(deep=True).with_defines(LISTS_PREFETCH=2)
 DECODE, ONE, MANY, WIDE = (
     next(t for t in TARGETS if t.name == name)
     for name in ("qwen r16 T128/16", "mixtral r16 T1", "qwen r16 T4096/1", "qwen r64 T128/16")
@@ -327,11 +329,14 @@ def test_forms_compile(form: Form) -> None:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("form", [EVERYTHING, SLIM, BIG])
+@pytest.mark.parametrize(
+    ("kernel", "form"),
+    [("ring", EVERYTHING), ("ring", SLIM), ("ring", BIG), ("cluster", OWN), ("cluster", DEEP)],
+)
 def test_forms_give_the_pair_s_bits(
-    form: Form, emulated: Device, monkeypatch: pytest.MonkeyPatch
+    kernel: str, form: Form, emulated: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated, "find", find_form)
     with installed(form):
         for seed in range(5):
-            check(emulated, draw(seed, kernel="ring", dtype="bfloat16", small=True))
+            check(emulated, draw(seed, kernel=kernel, dtype="bfloat16", small=True))

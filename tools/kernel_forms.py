@@ -36,11 +36,12 @@ DEFINES = {
     "RING_PREFETCH": 0,
     "RING_STREAM_Y": 0,
     "RING_TURN_RANKS": 0,
+    "CLUSTER_OWN_TILES": 0,
     "LISTS_PREFETCH": 0,
 }
 """What lora/tuning.cuh ships with."""
 
-_LISTS = "LISTS_PREFETCH"
+_OF_CLUSTER = ("CLUSTER_OWN_TILES", "LISTS_PREFETCH")
 _DEEP = "1_4"
 """The cluster kernel's instance of one rank tile with four chunks in flight; none ships."""
 
@@ -83,7 +84,11 @@ class Form:
         cluster = program.startswith("lora_cluster")
         if not cluster and not program.startswith("lora_ring"):
             return ""
-        settings = [pair for pair in self.defines if not cluster or pair[0] == _LISTS]
+        settings = [
+            (name, value)
+            for name, value in self.defines
+            if (name in _OF_CLUSTER if cluster else name != "CLUSTER_OWN_TILES")
+        ]
         text = "".join(f"@{name}={value}" for name, value in settings)
         return text or ("@" if cluster and self.deep else "")
 

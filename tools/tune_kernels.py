@@ -96,6 +96,8 @@ TARGETS = (
     Target("qwen r16 T4096/1", 255, 190, _QWEN, tokens=4096),
     Target("qwen r16 T4096/16", 339, 290, _QWEN, tokens=4096, active=16),
     Target("mixtral r16 T4096/16", 530, 440, _MIXTRAL, tokens=4096, active=16),
+    Target("qwen r8 of 64 T1", 4.2, 3.5, _QWEN, 8, max_rank=64, first_only=True),
+    Target("qwen r8 of 64 T32/16", 19.1, 12, _QWEN, 8, 32, 16, max_rank=64, first_only=True),
     Target("qwen r8 of 64 T128/16", 59.7, 29.9, _QWEN, 8, 128, 16, max_rank=64, first_only=True),
     Target("qwen r64 T128/16", 236, 220, _QWEN, rank=64, tokens=128, active=16),
 )
@@ -136,6 +138,10 @@ _CLUSTER = {
     "half": _form(spread=0.5),
     "twice": _form(spread=2.0),
 }
+_WIDE_CLUSTER = {
+    "own": _form({"CLUSTER_OWN_TILES": 1}),
+    "own+": _form({"CLUSTER_OWN_TILES": 1, "LISTS_PREFETCH": 1}),
+}
 _WIDE = {
     "slim": _form(_SLIM),
     "slim+wide": _form({**_SLIM, "RING_WIDE_Y": 1}),
@@ -165,6 +171,7 @@ def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
         forms |= _MANY if target.tokens >= _MANY_TOKENS else {}
     if "cluster" in used:
         forms |= {name: form for name, form in _CLUSTER.items() if name not in forms}
+        forms |= _WIDE_CLUSTER if target.wide else {}
     if used & {"ring", "cluster"}:
         forms |= _SHAPES
     return forms
@@ -189,6 +196,8 @@ def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[F
     if "cluster" in used:
         yield from (replace(form, spread=share) for share in (1.0, 0.5, 2.0, 4.0))
         yield from (replace(form, deep=deep) for deep in (False, True))
+        if target.wide:
+            yield from (form.with_defines(CLUSTER_OWN_TILES=value) for value in (0, 1))
     if target.tokens >= _MANY_TOKENS:
         yield from (replace(form, tile_rows=rows) for rows in (16, 32))
     yield from (form.with_defines(LISTS_PREFETCH=value) for value in (0, 1, 2))
@@ -518,7 +527,7 @@ def _advance(plan: Generator[Form, float | None, None], us: float | None) -> For
 def table(rows: Sequence[dict[str, Any]], targets: Sequence[Target] = TARGETS) -> list[str]:
     """Target by form, microseconds; "-": not timed, "bad": failed or other bits; then each target's
     best form, with the shipped one before and after."""
-    columns = list(dict.fromkeys([*_RING, *_CLUSTER, *_WIDE, *_MANY, *_SHAPES]))
+    columns = list(dict.fromkeys([*_RING, *_CLUSTER, *_WIDE_CLUSTER, *_WIDE, *_MANY, *_SHAPES]))
     lines = [f"{'us':22}{'now':>7}{'bar':>6}{'shipped':>8}{'best':>8}"]
     tails = []
     for target in targets:

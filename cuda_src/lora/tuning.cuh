@@ -60,6 +60,12 @@
 #define RING_TURN_RANKS 0
 #endif
 
+// Cluster kernel: 1: of an adapter of fewer rank tiles than the instance has room for, the others
+// are passed over instead of loaded as zeros and multiplied.
+#ifndef CLUSTER_OWN_TILES
+#define CLUSTER_OWN_TILES 0
+#endif
+
 // Both: 1: the slot entries and the first tile's record are brought into the L2 while the tile
 // count is read, instead of one after the other. 2: and the entries are the last to leave it.
 #ifndef LISTS_PREFETCH
