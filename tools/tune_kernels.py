@@ -109,7 +109,13 @@ _ALL = {"RING_WIDE_Y": 1, "RING_ROWS": 1, "RING_PREFETCH": 2, "LISTS_PREFETCH": 
 _AHEAD = {"RING_PREFETCH": 2, "LISTS_PREFETCH": 1}
 _SLIM = {"RING_WEIGHT_BYTES_4": 8192, "RING_BLOCKS_4": 3}
 _FLOWING = {"RING_WIDE_Y": 1, "RING_ROWS": 1, "RING_STREAM_Y": 1}
-_BIG = {"RING_WEIGHT_BYTES": 16384, "RING_ROW_BYTES": 1024, "RING_FILL": 1, "RING_WIDE_Y": 1}
+_BIG = {
+    "RING_WEIGHT_BYTES": 16384,
+    "RING_ROW_BYTES": 1024,
+    "RING_BLOCKS_2": 2,
+    "RING_FILL": 1,
+    "RING_WIDE_Y": 1,
+}
 
 
 def _form(defines: dict[str, int] | None = None, **shape: Any) -> Form:
@@ -157,8 +163,8 @@ _MANY = {
     "stream": _form({"RING_STREAM_Y": 1, "RING_WIDE_Y": 1}),
     "16+s": _form(_FLOWING),
     "32+s": _form(_FLOWING, tile_rows=32),
-    "big": _form({**_BIG, "RING_BLOCKS_2": 3}),
-    "big+": _form({**_BIG, "RING_BLOCKS_2": 2, "RING_ROWS": 1}),
+    "big": _form(_BIG),
+    "big+": _form({**_BIG, "RING_ROWS": 1, "RING_STREAM_Y": 1}),
 }
 
 
