@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import tune_kernels
 from bench_util import EagerGraphs, small
 from cuda_text import source_text
+from emulator import lora_cases
 from emulator.device import Device
 from emulator.lora_cases import check, draw
 from kernel_forms import DEFINES, SHIPPED, Form, find_form, form_of, installed
@@ -89,6 +91,8 @@ def test_a_form_s_programs_have_names_of_their_own() -> None:
     assert ring.name == "lora_ring_float16@LISTS_PREFETCH=1@RING_ROWS=1"
     assert ring.defines == {"LISTS_PREFETCH": "1", "RING_ROWS": "1"}
     assert cluster.name == "lora_cluster_float16@LISTS_PREFETCH=1"
+    (tall,) = Form(tall=True, tile_rows=16).programs()
+    assert find_form(tall).kernels == {"4_16": "lora_ring<Bf16, 4, 2>"}
     (deep,) = Form(deep=True).programs()
     assert find_form(deep).kernels["1_4"] == "lora_cluster<Bf16, 1, 4>"
     assert SHIPPED.with_defines(RING_ROWS=1).suffix("lora_cluster_bfloat16") == ""
@@ -174,6 +178,9 @@ def test_named_forms_are_those_that_matter_to_a_target() -> None:
     assert "rows" not in named_forms(ONE, ["cluster"])
     assert named_forms(ONE, ["pair"]) == {}
     assert all(form.tile_rows in (16, 32, None) for form in neighbours(SHIPPED, MANY, ["ring"]))
+    wide = replace(WIDE, tokens=4096)
+    assert "tall" in named_forms(wide, ["pair"])
+    assert "tall" not in named_forms(WIDE, ["ring"])
 
 
 def test_points_of_targets_are_the_bench_s() -> None:
@@ -190,7 +197,7 @@ def test_what_is_timed_is_compiled_ahead() -> None:
     assert {name for form in all_forms() for name in form.programs()} <= set(first)
     assert not set(first) & set(later)
     assert all(find_form(name).kernels for name in (*first, *later))
-    assert len(first) < 50
+    assert len(first) < 60
     assert len(later) < 120
 
 
@@ -326,6 +333,20 @@ def test_forms_compile(form: Form) -> None:
         chosen = {k: v for k, v in program.kernels.items() if k in ("1_8", "1_4")}
         program = replace(program, kernels=chosen or dict(list(program.kernels.items())[:1]))
         assert compile_program(program, read_sources(program, cuda_source_dir()), "sm_90a").cubin
+
+
+@pytest.mark.emulated
+def test_tall_tiles_of_many_ranks_give_the_pair_s_bits(
+    emulated: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated, "find", find_form)
+    monkeypatch.setitem(lora_cases._MOST_RANK["ring"], 16, 64)
+    form = Form(tall=True).with_defines(RING_ROWS=1, RING_TURN_RANKS=1, RING_WIDE_Y=1)
+    with installed(form):
+        drawn = (draw(seed, kernel="ring", tile_rows=16, small=True) for seed in itertools.count())
+        cases = (case for case in drawn if case.max_rank > 32 and case.dtype == "bfloat16")
+        for case in itertools.islice(cases, 6):
+            check(emulated, case)
 
 
 @pytest.mark.emulated

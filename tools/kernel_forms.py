@@ -42,8 +42,9 @@ DEFINES = {
 """What lora/tuning.cuh ships with."""
 
 _OF_CLUSTER = ("CLUSTER_OWN_TILES", "LISTS_PREFETCH")
-_DEEP = "1_4"
-"""The cluster kernel's instance of one rank tile with four chunks in flight; none ships."""
+_DEEP, _TALL = "1_4", "4_16"
+"""Instances that do not ship. Of the cluster kernel: one rank tile, four chunks in flight. Of the
+ring: four rank tiles, tiles of 16 rows."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Form:
     defines: of lora/tuning.cuh, those that differ from what ships, sorted. cluster: CTAs an item,
     where K and the device allow. resident: share of the clusters that the device holds at a time
     that are launched (ring). spread: CTAs an item in all, against the rule's (cluster kernel).
-    deep: four chunks in flight where a warp has that many (cluster kernel). tile_rows: of the row
-    tiles.
+    deep: four chunks in flight where a warp has that many (cluster kernel). tall: tiles of 16 rows
+    for ranks above 32 (ring). tile_rows: of the row tiles.
     """
 
     defines: tuple[tuple[str, int], ...] = ()
@@ -62,6 +63,7 @@ class Form:
     resident: float = 1.0
     spread: float = 1.0
     deep: bool = False
+    tall: bool = False
     tile_rows: int | None = None
 
     def with_defines(self, **values: int) -> Form:
@@ -89,8 +91,8 @@ class Form:
             for name, value in self.defines
             if (name in _OF_CLUSTER if cluster else name != "CLUSTER_OWN_TILES")
         ]
-        text = "".join(f"@{name}={value}" for name, value in settings)
-        return text or ("@" if cluster and self.deep else "")
+        flag = "@deep" if cluster and self.deep else "@tall" if not cluster and self.tall else ""
+        return flag + "".join(f"@{name}={value}" for name, value in settings)
 
     def programs(self, dtype: str = "bfloat16") -> list[str]:
         """Names of its programs, of those that are not the shipped ones."""
@@ -108,15 +110,17 @@ def form_of(values: Mapping[str, Any]) -> Form:
 
 
 def find_form(name: str) -> KernelProgram:
-    """``find_program`` that also knows the programs of forms: NAME@DEFINE=VALUE@..."""
+    """``find_program`` that also knows the programs of forms: NAME@FLAG@DEFINE=VALUE@..."""
     base, *settings = name.split("@")
     program = find_program(base)
     if not settings:
         return program
     kernels = dict(program.kernels)
-    if base.startswith("lora_cluster"):
+    if settings[0] == "deep":
         kernels[_DEEP] = kernels["1_1"].replace(", 1, 1>", ", 1, 4>")
-    defines = dict(setting.split("=") for setting in settings if setting)
+    if settings[0] == "tall":
+        kernels = {_TALL: kernels["4_8"].replace(", 4, 1>", ", 4, 2>")}
+    defines = dict(setting.split("=") for setting in settings if "=" in setting)
     return replace(program, name=name, kernels=kernels, defines=defines)
 
 
@@ -137,6 +141,9 @@ def installed(form: Form) -> Iterator[None]:
     }
     for name in ("enqueue", "resident_blocks", "active_clusters"):
         changes[_lora_fused, name] = _renaming(getattr(_lora_fused, name), form)
+    if form.tall:
+        rows = {**_lora_choice._TILE_ROWS["ring"], 16: 64}
+        changes[_lora_choice, "_TILE_ROWS"] = {**_lora_choice._TILE_ROWS, "ring": rows}
     if form.tile_rows is not None:
         changes[calls, "choose_tile_rows"] = lambda *_, **__: form.tile_rows
     with contextlib.ExitStack() as stack:

@@ -96,6 +96,8 @@ TARGETS = (
     Target("qwen r16 T4096/1", 255, 190, _QWEN, tokens=4096),
     Target("qwen r16 T4096/16", 339, 290, _QWEN, tokens=4096, active=16),
     Target("mixtral r16 T4096/16", 530, 440, _MIXTRAL, tokens=4096, active=16),
+    Target("qwen r64 T4096/16", 992, 720, _QWEN, rank=64, tokens=4096, active=16),
+    Target("qwen r64 T4096/1", 473, 369, _QWEN, rank=64, tokens=4096),
     Target("qwen r8 of 64 T1", 4.2, 3.5, _QWEN, 8, max_rank=64, first_only=True),
     Target("qwen r8 of 64 T32/16", 19.1, 12, _QWEN, 8, 32, 16, max_rank=64, first_only=True),
     Target("qwen r8 of 64 T128/16", 59.7, 29.9, _QWEN, 8, 128, 16, max_rank=64, first_only=True),
@@ -168,6 +170,18 @@ _MANY = {
 }
 
 
+_TALL_8 = {"RING_WEIGHT_BYTES_4": 8192}
+_TALL_ALL = {**_FLOWING, "RING_TURN_RANKS": 1}
+_TALL = {
+    "tall": _form(tall=True, tile_rows=16),
+    "tall+": _form(_TALL_ALL, tall=True, tile_rows=16),
+    "tall8": _form(_TALL_8, tall=True, tile_rows=16),
+    "tall8+": _form({**_TALL_8, **_TALL_ALL}, tall=True, tile_rows=16),
+    "tall8+next": _form({**_TALL_8, **_TALL_ALL, **_AHEAD}, tall=True, tile_rows=16),
+    "ring": _form(tile_rows=8),
+}
+
+
 def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
     """The forms that differ from the shipped one for a target that these kernels serve."""
     used = set(kernels)
@@ -178,6 +192,8 @@ def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
     if "cluster" in used:
         forms |= {name: form for name, form in _CLUSTER.items() if name not in forms}
         forms |= _WIDE_CLUSTER if target.wide else {}
+    if target.wide and target.tokens >= _MANY_TOKENS:
+        return _TALL
     if used & {"ring", "cluster"}:
         forms |= _SHAPES
     return forms
@@ -185,7 +201,7 @@ def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
 
 def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[Form]:
     """Forms that differ from ``form`` in one setting."""
-    used = set(kernels)
+    used = set(kernels) | ({"ring"} if form.tall else set())
     if "ring" in used:
         for name, values in (
             ("RING_PREFETCH", (0, 1, 2)),
@@ -204,7 +220,7 @@ def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[F
         yield from (replace(form, deep=deep) for deep in (False, True))
         if target.wide:
             yield from (form.with_defines(CLUSTER_OWN_TILES=value) for value in (0, 1))
-    if target.tokens >= _MANY_TOKENS:
+    if target.tokens >= _MANY_TOKENS and not target.wide:
         yield from (replace(form, tile_rows=rows) for rows in (16, 32))
     yield from (form.with_defines(LISTS_PREFETCH=value) for value in (0, 1, 2))
     yield from (replace(form, cluster=size) for size in (None, 1, 2, 4, 8))
@@ -533,7 +549,9 @@ def _advance(plan: Generator[Form, float | None, None], us: float | None) -> For
 def table(rows: Sequence[dict[str, Any]], targets: Sequence[Target] = TARGETS) -> list[str]:
     """Target by form, microseconds; "-": not timed, "bad": failed or other bits; then each target's
     best form, with the shipped one before and after."""
-    columns = list(dict.fromkeys([*_RING, *_CLUSTER, *_WIDE_CLUSTER, *_WIDE, *_MANY, *_SHAPES]))
+    columns = list(
+        dict.fromkeys([*_RING, *_CLUSTER, *_WIDE_CLUSTER, *_WIDE, *_MANY, *_TALL, *_SHAPES])
+    )
     lines = [f"{'us':22}{'now':>7}{'bar':>6}{'shipped':>8}{'best':>8}"]
     tails = []
     for target in targets:
@@ -582,8 +600,12 @@ def programs_to_compile(targets: Sequence[Target]) -> tuple[list[str], list[str]
     both = ("ring", "cluster")
     named = [form for target in targets for form in named_forms(target, both).values()]
     near = [near for t in targets for form in _bases(t) for near in neighbours(form, t, both)]
-    cluster = "lora_cluster_float16@"
-    first = [*plain, cluster, *(f"{cluster}LISTS_PREFETCH={value}" for value in (1, 2))]
+    behind = (
+        _form({"LISTS_PREFETCH": value} if value else None, deep=deep)
+        for deep in (False, True)
+        for value in (0, 1, 2)
+    )
+    first = [*plain, *(name for form in behind for name in form.programs("float16"))]
     first += [name for form in named for name in form.programs()]
     later = [name for form in near for name in form.programs()]
     known = list(dict.fromkeys(first))
@@ -625,7 +647,7 @@ def main(seconds: float, path: Path | None, only: Sequence[str], served: str | N
     run.save()
     pool.shutdown(wait=False, cancel_futures=True)
     failed = [f"{name}: {text[:200]}" for name, text in run.compiled.items() if "FAILED" in text]
-    print("\n".join([*failed, "", *table(run.rows, targets)]), flush=True)
+    print("\n".join([*failed[:8], "", *table(run.rows, targets)]), flush=True)
     os._exit(0)  # compilers that still run are of no use any more
 
 
