@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import sys
 from dataclasses import asdict, replace
@@ -122,6 +123,15 @@ def test_launch_shapes_follow_the_form() -> None:
     with installed(Form(cluster=8, resident=0.5)):
         shape = _lora_fused.ring_shape(work, clusters)
     assert (shape.cluster, shape.clusters) == (4, 62)
+    with installed(Form(cluster=1, even=True)):
+        shape = _lora_fused.ring_shape(work, clusters)
+    rounds = -(-math.ceil(work.tiles * 2) // clusters[1])
+    assert shape.clusters == -(-math.ceil(work.tiles * 2) // rounds) < clusters[1]
+    with installed(Form(cluster=4, least_stages=3)):
+        narrow = work_of()
+        room = _lora_fused._SHARED_PER_SM // 4 - _lora_fused._SHARED_PER_BLOCK
+        assert _lora_fused._ring_room(narrow, 4)[1] <= room
+    assert _lora_fused._ring_room(work_of(), 4)[1] > room
     with installed(Form(deep=True)):
         assert _lora_fused._cluster_kernel(work_of(in_features=14336), 8) == "1_4"
         assert _lora_fused._cluster_kernel(work_of(in_features=4096), 8) == "1_1"
@@ -236,7 +246,9 @@ def run_with(answers: Any, path: Path | None = None) -> tuple[Run, list[Scripted
 
 def test_a_run_keeps_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "tune.json"
-    run, (worker,) = run_with(lambda form: answer(60.0 if form.resident == 0.5 else 70.0), path)
+    run, (worker,) = run_with(
+        lambda form: answer(60.0 if form == Form(resident=0.5) else 70.0), path
+    )
     assert worker.stopped
     rows = json.loads(path.read_text())["rows"]
     assert rows == run.rows

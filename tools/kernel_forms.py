@@ -34,6 +34,7 @@ DEFINES = {
     "RING_WIDE_Y": 0,
     "RING_ROWS": 0,
     "RING_PREFETCH": 0,
+    "RING_PREFETCH_LINES": 0,
     "RING_STREAM_Y": 0,
     "RING_TURN_RANKS": 0,
     "CLUSTER_OWN_TILES": 0,
@@ -51,16 +52,22 @@ ring: four rank tiles, tiles of 16 rows."""
 class Form:
     """One form. Values that are None are the rule's own.
 
-    defines: of lora/tuning.cuh, those that differ from what ships, sorted. cluster: CTAs an item,
-    where K and the device allow. resident: share of the clusters that the device holds at a time
-    that are launched (ring). spread: CTAs an item in all, against the rule's (cluster kernel).
-    deep: four chunks in flight where a warp has that many (cluster kernel). tall: tiles of 16 rows
-    for ranks above 32 (ring). tile_rows: of the row tiles.
+    defines: of lora/tuning.cuh, those that differ from what ships, sorted.
+    cluster: CTAs an item, where K and the device allow.
+    resident: share of the clusters that the device holds that are launched at most (ring).
+    even: no more of them than take every round of the expected items alike (ring).
+    least_stages: for which an SM gets a CTA less (ring).
+    spread: CTAs an item in all, against the rule's (cluster kernel).
+    deep: four chunks in flight where a warp has that many (cluster kernel).
+    tall: tiles of 16 rows for ranks above 32 (ring).
+    tile_rows: of the row tiles.
     """
 
     defines: tuple[tuple[str, int], ...] = ()
     cluster: int | None = None
     resident: float = 1.0
+    even: bool = False
+    least_stages: int = 4
     spread: float = 1.0
     deep: bool = False
     tall: bool = False
@@ -137,6 +144,7 @@ def installed(form: Form) -> Iterator[None]:
         (_lora_fused, "_WEIGHT_BYTES"): {1: small, 2: small, 4: values["RING_WEIGHT_BYTES_4"]},
         (_lora_fused, "_ROW_BYTES"): values["RING_ROW_BYTES"],
         (_lora_fused, "_BLOCKS_OF"): {1: values["RING_BLOCKS_1"], 2: values["RING_BLOCKS_2"]},
+        (_lora_fused, "_FEW_STAGES"): form.least_stages,
         (_lora_fused, "_FOUR_TILE_BLOCKS"): values["RING_BLOCKS_4"],
     }
     for name in ("enqueue", "resident_blocks", "active_clusters"):
@@ -174,8 +182,12 @@ def _ring_shapes(form: Form) -> Any:
             size = max(c for c in clusters_of if c <= form.cluster)
             clusters_of = {size: clusters_of[size]}
         shape = plain(work, clusters_of)
-        most = math.ceil(form.resident * clusters_of[shape.cluster])
-        return replace(shape, clusters=min(shape.clusters, most))
+        most = min(shape.clusters, math.ceil(form.resident * clusters_of[shape.cluster]))
+        if form.even:
+            parts = _lora_choice._parts(work.widths, shape.cluster * shape.cta_columns)
+            items = math.ceil(max(1.0, work.tiles) * parts)
+            most = math.ceil(items / math.ceil(items / most))
+        return replace(shape, clusters=most)
 
     return shape_of
 

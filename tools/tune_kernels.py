@@ -132,9 +132,17 @@ _RING = {
     "next": _form({"RING_PREFETCH": 2}),
     "rows": _form({"RING_ROWS": 1}),
     "fill": _form({"RING_FILL": 1, "RING_WIDE_Y": 1}),
+    "even": _form(even=True),
+    "even+": _form(_AHEAD, even=True),
+    "half+even": _form(_AHEAD, resident=0.5, even=True),
+    "C4x4": _form(cluster=4, least_stages=3),
+    "lines": _form({**_AHEAD, "RING_PREFETCH_LINES": 1}),
     "half": _form(resident=0.5),
     "half+": _form(_AHEAD, resident=0.5),
+    "half+lines": _form({**_AHEAD, "RING_PREFETCH_LINES": 1}, resident=0.5),
+    "half+rows": _form(_ALL, resident=0.5),
     "most+": _form(_AHEAD, resident=0.75),
+    "most+rows": _form(_ALL, resident=0.75),
     "all": _form(_ALL),
     "all+fill": _form({**_ALL, "RING_FILL": 1}),
 }
@@ -205,12 +213,14 @@ def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[F
     if "ring" in used:
         for name, values in (
             ("RING_PREFETCH", (0, 1, 2)),
+            ("RING_PREFETCH_LINES", (0, 1)),
             ("RING_WIDE_Y", (0, 1)),
             ("RING_ROWS", (0, 1)),
             ("RING_FILL", (0, 1)),
         ):
             yield from (form.with_defines(**{name: value}) for value in values)
         yield from (replace(form, resident=share) for share in (1.0, 0.75, 0.5))
+        yield from (replace(form, even=even) for even in (False, True))
         if target.wide:
             yield from (form.with_defines(RING_TURN_RANKS=value) for value in (0, 1))
         if target.tokens >= _MANY_TOKENS:
@@ -614,7 +624,7 @@ def programs_to_compile(targets: Sequence[Target]) -> tuple[list[str], list[str]
 
 def _bases(target: Target) -> list[Form]:
     named = named_forms(target, ("ring", "cluster"))
-    return [SHIPPED, *(named[name] for name in ("all", "half+", "wide", "rows") if name in named)]
+    return [SHIPPED, *(named[name] for name in ("all", "lines") if name in named)]
 
 
 def _command(target: Target) -> list[str]:

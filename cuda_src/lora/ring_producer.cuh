@@ -137,17 +137,25 @@ struct Producer {
 
   // Brings what is still to come of the CTA's weights into the L2: A from a chunk on, and B.
   __device__ __forceinline__ void prefetch_rest(const Work& work, i32 first_chunk) const {
-    if (RING_PREFETCH == 0 || lane != 0) return;
+    if (RING_PREFETCH == 0) return;
     const i32 own = order.ranges / size;
     const i32 first = max_int(first_chunk, order.first(rank_in * own));
     const i32 end = order.first((rank_in + 1) * own);
     if (first < end) {
       const AView a{work.a, work.head.rank, args.in_features, true};
-      bulk_prefetch(a.base + a.chunk_offset(first),
-                    row_bytes(Chunks{first, end - first}) * work.head.rank);
+      prefetch(a.base + a.chunk_offset(first),
+               row_bytes(Chunks{first, end - first}) * work.head.rank);
     }
     const u32 b_bytes = 2u * work.head.columns * work.head.rank;
-    if (b_bytes > 0) bulk_prefetch(work.b, b_bytes);
+    prefetch(work.b, b_bytes);
+  }
+  __device__ __forceinline__ void prefetch(const u8* from, u32 bytes) const {
+    constexpr u32 kLine = 128;
+    if constexpr (RING_PREFETCH_LINES == 0) {
+      if (lane == 0 && bytes > 0) bulk_prefetch(from, bytes);
+    } else {
+      for (u32 at = lane * kLine; at < bytes; at += kWarp * kLine) prefetch_line(from + at);
+    }
   }
 
   // A and x. The first item's first weights are asked for before the kernel ahead has ended; its x

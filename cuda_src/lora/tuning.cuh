@@ -48,6 +48,12 @@
 #define RING_PREFETCH 0
 #endif
 
+// 1: line by line, by all lanes of the copying warp, instead of by a bulk instruction, behind which
+// the copies that follow may wait.
+#ifndef RING_PREFETCH_LINES
+#define RING_PREFETCH_LINES 0
+#endif
+
 // Ring, instances of more than 8 rows: 1: y is first to leave the L2, so that x and weights, which
 // are read again, stay there.
 #ifndef RING_STREAM_Y
