@@ -127,6 +127,9 @@ def test_launch_shapes_follow_the_form() -> None:
         shape = _lora_fused.ring_shape(work, clusters)
     rounds = -(-math.ceil(work.tiles * 2) // clusters[1])
     assert shape.clusters == -(-math.ceil(work.tiles * 2) // rounds) < clusters[1]
+    with installed(Form(cluster=2, parts=2, resident=0.5)):
+        shape = _lora_fused.ring_shape(work, clusters)
+    assert (shape.cluster, shape.cta_columns, shape.clusters) == (2, 192, 132)
     with installed(Form(cluster=4, least_stages=3)):
         narrow = work_of()
         room = _lora_fused._SHARED_PER_SM // 4 - _lora_fused._SHARED_PER_BLOCK

@@ -54,6 +54,7 @@ class Form:
 
     defines: of lora/tuning.cuh, those that differ from what ships, sorted.
     cluster: CTAs an item, where K and the device allow.
+    parts: clusters that share a tile's columns, each with a shrink of its own (ring).
     resident: share of the clusters that the device holds that are launched at most (ring).
     even: no more of them than take every round of the expected items alike (ring).
     least_stages: for which an SM gets a CTA less (ring).
@@ -65,6 +66,7 @@ class Form:
 
     defines: tuple[tuple[str, int], ...] = ()
     cluster: int | None = None
+    parts: int = 1
     resident: float = 1.0
     even: bool = False
     least_stages: int = 4
@@ -182,12 +184,14 @@ def _ring_shapes(form: Form) -> Any:
             size = max(c for c in clusters_of if c <= form.cluster)
             clusters_of = {size: clusters_of[size]}
         shape = plain(work, clusters_of)
-        most = min(shape.clusters, math.ceil(form.resident * clusters_of[shape.cluster]))
+        size, held = shape.cluster, clusters_of[shape.cluster]
+        columns = _lora_choice._cut(max(work.widths), size * form.parts)
+        parts = _lora_choice._parts(work.widths, size * columns)
+        most = max(1, min(math.ceil(form.resident * held), work.tile_capacity * parts))
         if form.even:
-            parts = _lora_choice._parts(work.widths, shape.cluster * shape.cta_columns)
             items = math.ceil(max(1.0, work.tiles) * parts)
             most = math.ceil(items / math.ceil(items / most))
-        return replace(shape, clusters=most)
+        return FusedShape(size, columns, most)
 
     return shape_of
 

@@ -43,6 +43,9 @@ _GAIN = 0.996
 """A change that is kept leaves at most this share of the time."""
 
 _MANY_TOKENS = 1024
+_FEW_ROWS = 130
+"""Up to so many a round of the ring may leave many CTAs without an item."""
+
 _REPLAYS = 9
 _BEHIND_REPLAYS = 101
 _FIRST_SECONDS = 90.0
@@ -74,6 +77,11 @@ class Target:
     def wide(self) -> bool:
         """Whether the ring's instance of four rank tiles serves."""
         return (self.max_rank or self.rank) > 32
+
+    @property
+    def few(self) -> bool:
+        """Whether a batch has few rows, and so row tiles."""
+        return not self.behind and self.point().rows <= _FEW_ROWS
 
     def point(self) -> Point:
         """The bench's point; its adapters have ``rank``."""
@@ -125,6 +133,10 @@ def _form(defines: dict[str, int] | None = None, **shape: Any) -> Form:
 
 
 _SHAPES = {f"C{size}": _form(cluster=size) for size in (1, 2, 4, 8)}
+_CUT = {
+    f"C{size}P{parts}": _form(cluster=size, parts=parts)
+    for size, parts in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 2), (4, 4), (8, 2))
+}
 _RING = {
     "wide": _form({"RING_WIDE_Y": 1}),
     "lists": _form({"LISTS_PREFETCH": 1}),
@@ -204,6 +216,8 @@ def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
         return _TALL
     if used & {"ring", "cluster"}:
         forms |= _SHAPES
+    if "ring" in used and target.few:
+        forms |= _CUT
     return forms
 
 
@@ -221,6 +235,7 @@ def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[F
             yield from (form.with_defines(**{name: value}) for value in values)
         yield from (replace(form, resident=share) for share in (1.0, 0.75, 0.5))
         yield from (replace(form, even=even) for even in (False, True))
+        yield from (replace(form, parts=parts) for parts in (1, 2, 4))
         if target.wide:
             yield from (form.with_defines(RING_TURN_RANKS=value) for value in (0, 1))
         if target.tokens >= _MANY_TOKENS:
@@ -565,7 +580,7 @@ def table(rows: Sequence[dict[str, Any]], targets: Sequence[Target] = TARGETS) -
     """Target by form, microseconds; "-": not timed, "bad": failed or other bits; then each target's
     best form, with the shipped one before and after."""
     columns = list(
-        dict.fromkeys([*_RING, *_CLUSTER, *_WIDE_CLUSTER, *_WIDE, *_MANY, *_TALL, *_SHAPES])
+        dict.fromkeys([*_RING, *_CLUSTER, *_WIDE_CLUSTER, *_WIDE, *_MANY, *_TALL, *_SHAPES, *_CUT])
     )
     lines = [f"{'us':22}{'now':>7}{'bar':>6}{'shipped':>8}{'best':>8}"]
     tails = []
