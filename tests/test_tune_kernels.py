@@ -232,7 +232,9 @@ class Scripted:
 
 
 def answer(us: float, **changes: Any) -> dict[str, Any]:
-    return {"us": us, "equal": True, "launches": ["lora_ring_bfloat16 1_8"], **changes}
+    parts = {"parts": [us / 4, us * 3 / 4], "floor_bytes": 42.465e6}
+    launches = ["lora_ring_bfloat16 1_8"]
+    return {"us": us, "equal": True, "launches": launches, **parts, **changes}
 
 
 def run_with(answers: Any, path: Path | None = None) -> tuple[Run, list[Scripted]]:
@@ -257,7 +259,7 @@ def test_a_run_keeps_what_it_measured(tmp_path: Path) -> None:
     assert rows == run.rows
     assert [row["form"] for row in rows] == [form.text for form in worker.asked]
     lines = table(run.rows, [DECODE])
-    assert "60.00  resident=0.5" in lines[1]
+    assert "10.00   70.00   60.00   60.00  resident=0.5" in lines[1]
     assert "half 60.00" in lines[-1]
     assert "shipped again +0.0%" in lines[-1]
 

@@ -42,6 +42,9 @@ ARCH = "sm_90a"
 _GAIN = 0.996
 """A change that is kept leaves at most this share of the time."""
 
+_BYTES_PER_US = 4.2465e6
+"""Of a copy on an H200, read and written."""
+
 _MANY_TOKENS = 1024
 _FEW_ROWS = 130
 """Up to so many a round of the ring may leave many CTAs without an item."""
@@ -163,8 +166,8 @@ _CLUSTER = {
     "stay": _form({"LISTS_PREFETCH": 2}),
     "deep": _form(deep=True),
     "deep+": _form({"LISTS_PREFETCH": 1}, deep=True),
-    "half": _form(spread=0.5),
-    "twice": _form(spread=2.0),
+    "fewer": _form(spread=0.5),
+    "more": _form(spread=2.0),
 }
 _WIDE_CLUSTER = {
     "own": _form({"CLUSTER_OWN_TILES": 1}),
@@ -577,37 +580,48 @@ def _advance(plan: Generator[Form, float | None, None], us: float | None) -> For
 
 
 def table(rows: Sequence[dict[str, Any]], targets: Sequence[Target] = TARGETS) -> list[str]:
-    """Target by form, microseconds; "-": not timed, "bad": failed or other bits; then each target's
-    best form, with the shipped one before and after."""
-    columns = list(
-        dict.fromkeys([*_RING, *_CLUSTER, *_WIDE_CLUSTER, *_WIDE, *_MANY, *_TALL, *_SHAPES, *_CUT])
-    )
-    lines = [f"{'us':22}{'now':>7}{'bar':>6}{'shipped':>8}{'best':>8}"]
-    tails = []
+    """A line of times for each target, then one of its named forms."""
+    heads = ("was", "bar", "floor", "shipped", "best", "nodes")
+    lines = [f"{'us':22}" + "".join(f"{head:>8}" for head in heads)]
+    forms = [""]
     for target in targets:
         own = [row for row in rows if row["target"] == target.name]
-        timed = {row["form"]: row["us"] for row in own if row.get("equal")}
-        shipped = [row["us"] for row in own if row["form"] == SHIPPED.text and "us" in row]
-        if not timed:
-            lines.append(f"{target.name:22}{target.now:7.1f}{target.bar:6.1f}    none timed")
+        good = [row for row in own if row.get("equal")]
+        if not good:
+            lines.append(f"{target.name:22}{target.now:8.2f}{target.bar:8.2f}  none timed")
             continue
-        best = min(timed, key=lambda text: timed[text])
-        lines.append(
-            f"{target.name:22}{target.now:7.1f}{target.bar:6.1f}"
-            f"{statistics.fmean(shipped or [float('nan')]):8.2f}{timed[best]:8.2f}  {best}"
-        )
-        kernels = kernels_in([x for row in own for x in row.get("launches", ())])
-        cells = []
-        for name in columns:
-            form = named_forms(target, kernels).get(name)
-            if form is not None:
-                known = [row for row in own if row["form"] == form.text]
-                value = f"{timed[form.text]:.2f}" if form.text in timed else "bad" if known else "-"
-                cells.append(f"{name} {value}")
-        tails.append(f"{target.name}: {', '.join(cells)}")
-        if len(shipped) > 1:
-            tails[-1] += f"; shipped again {shipped[-1] / shipped[0] - 1:+.1%}"
-    return [*lines, "", *tails]
+        numbers, best = _summary(target, good)
+        lines.append(target.name.ljust(22) + "".join(f"{n:8.2f}" for n in numbers) + f"  {best}")
+        forms.append(f"{target.name}: {_cells(target, own)}")
+    return [*lines, *forms]
+
+
+def _summary(target: Target, good: Sequence[dict[str, Any]]) -> tuple[list[float], str]:
+    """Microseconds: as they were, the bar, the bytes' floor, the shipped form, the best form, the
+    best of each node together; and the best form."""
+    shipped = [row["us"] for row in good if row["form"] == SHIPPED.text]
+    best = min(good, key=lambda row: row["us"])
+    nodes = zip(*(row["parts"] for row in good), strict=True)
+    numbers = [
+        target.now,
+        target.bar,
+        good[0]["floor_bytes"] / _BYTES_PER_US,
+        statistics.fmean(shipped or [float("nan")]),
+        best["us"],
+        sum(map(min, nodes)),
+    ]
+    return numbers, best["form"]
+
+
+def _cells(target: Target, own: Sequence[dict[str, Any]]) -> str:
+    """Each named form's time; "-": not reached, "bad": it failed or gave other bits."""
+    timed = {row["form"]: f"{row['us']:.2f}" if row.get("equal") else "bad" for row in own}
+    kernels = kernels_in([x for row in own for x in row.get("launches", ())])
+    named = named_forms(target, kernels).items()
+    cells = [f"{name} {timed.get(form.text, '-')}" for name, form in named]
+    shipped = [row["us"] for row in own if row["form"] == SHIPPED.text and row.get("equal")]
+    again = f"; shipped again {shipped[-1] / shipped[0] - 1:+.1%}" if len(shipped) > 1 else ""
+    return ", ".join(cells) + again
 
 
 def compile_form(name: str) -> str:
