@@ -18,7 +18,7 @@ from cupylora.bench import calls
 from cupylora.compiler import loader
 from cupylora.compiler.programs import find_program
 from cupylora.compiler.sources import KernelProgram
-from cupylora.ops import _lora_choice, _lora_fused
+from cupylora.ops import _lora_choice, _lora_fused, _lora_pair
 from cupylora.ops._lora_choice import FusedShape, Workload, k_ranges
 
 __all__ = ["DEFINES", "SHIPPED", "Form", "find_form", "form_of", "installed"]
@@ -61,6 +61,7 @@ class Form:
     spread: CTAs an item in all, against the rule's (cluster kernel).
     deep: four chunks in flight where a warp has that many (cluster kernel).
     tall: tiles of 16 rows for ranks above 32 (ring).
+    split_items: of the stream pair's shrink, below which K is split.
     tile_rows: of the row tiles.
     """
 
@@ -73,6 +74,7 @@ class Form:
     spread: float = 1.0
     deep: bool = False
     tall: bool = False
+    split_items: int | None = None
     tile_rows: int | None = None
 
     def with_defines(self, **values: int) -> Form:
@@ -151,6 +153,10 @@ def installed(form: Form) -> Iterator[None]:
     }
     for name in ("enqueue", "resident_blocks", "active_clusters"):
         changes[_lora_fused, name] = _renaming(getattr(_lora_fused, name), form)
+    if form.split_items is not None:
+        most = max(form.split_items * _lora_pair._STREAM_TILE, _lora_pair._SPLIT_ROWS)
+        changes[_lora_pair, "_STREAM_ITEMS"] = form.split_items
+        changes[_lora_pair, "_SPLIT_ROWS"] = most
     if form.tall:
         rows = {**_lora_choice._TILE_ROWS["ring"], 16: 64}
         changes[_lora_choice, "_TILE_ROWS"] = {**_lora_choice._TILE_ROWS, "ring": rows}

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kernel_forms import SHIPPED, Form, find_form, form_of, installed
+from kernel_forms import DEFINES, SHIPPED, Form, find_form, form_of, installed
 
 from cupylora.backend import ArrayBackend
 from cupylora.bench.points import Point, suite_points
@@ -63,6 +63,7 @@ class Target:
 
     max_rank: that the runtime allows, if not the adapters' own. first_only: gate and up alone.
     behind: dense, float16, behind a library GEMM that does not let its successor start early.
+    width: of a dense module, 4096 wide on its other side.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Target:
     max_rank: int | None = None
     first_only: bool = False
     behind: bool = False
+    width: int = 0
 
     @property
     def wide(self) -> bool:
@@ -88,8 +90,10 @@ class Target:
 
     def point(self) -> Point:
         """The bench's point; its adapters have ``rank``."""
-        sizes = {"model": self.model, "tokens": self.tokens, "active": self.active}
-        found = [p for p in suite_points("moe") if all(getattr(p, k) == sizes[k] for k in sizes)]
+        sizes: dict[str, Any] = {"tokens": self.tokens, "active": self.active}
+        sizes |= {"out_features": self.width} if self.width else {"model": self.model}
+        suite = suite_points("dense" if self.width else "moe")
+        found = [p for p in suite if all(getattr(p, k) == sizes[k] for k in sizes)]
         same = [p for p in found if p.rank == self.rank]
         return same[0] if same else replace(found[0], rank=self.rank)
 
@@ -109,6 +113,8 @@ TARGETS = (
     Target("mixtral r16 T4096/16", 530, 440, _MIXTRAL, tokens=4096, active=16),
     Target("qwen r64 T4096/16", 992, 720, _QWEN, rank=64, tokens=4096, active=16),
     Target("qwen r64 T4096/1", 473, 369, _QWEN, rank=64, tokens=4096),
+    Target("4096 r64 T4096/4", 72.6, 58.2, rank=64, tokens=4096, active=4, width=4096),
+    Target("14336 r64 T4096/4", 155.7, 129.6, rank=64, tokens=4096, active=4, width=14336),
     Target("qwen r8 of 64 T1", 4.2, 3.5, _QWEN, 8, max_rank=64, first_only=True),
     Target("qwen r8 of 64 T32/16", 19.1, 12, _QWEN, 8, 32, 16, max_rank=64, first_only=True),
     Target("qwen r8 of 64 T128/16", 59.7, 29.9, _QWEN, 8, 128, 16, max_rank=64, first_only=True),
@@ -202,6 +208,10 @@ _TALL = {
     "tall8+": _form({**_TALL_8, **_TALL_ALL}, tall=True, tile_rows=16),
     "tall8+next": _form({**_TALL_8, **_TALL_ALL, **_AHEAD}, tall=True, tile_rows=16),
     "ring": _form(tile_rows=8),
+    "split": _form(split_items=256),
+    "split+": _form(split_items=512),
+    "rows32": _form(tile_rows=32),
+    "rows32+": _form(tile_rows=32, split_items=256),
 }
 
 
@@ -224,34 +234,50 @@ def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
     return forms
 
 
+_RING_AXES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("parts", (1, 2, 4)),
+    ("resident", (1.0, 0.75, 0.5)),
+    ("even", (False, True)),
+    ("RING_PREFETCH", (0, 1, 2)),
+    ("RING_PREFETCH_LINES", (0, 1)),
+    ("RING_ROWS", (0, 1)),
+    ("RING_WIDE_Y", (0, 1)),
+    ("RING_FILL", (0, 1)),
+)
+_CLUSTER_AXES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("spread", (1.0, 0.5, 2.0, 4.0)),
+    ("deep", (False, True)),
+)
+_FUSED_AXES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("cluster", (None, 1, 2, 4, 8)),
+    ("LISTS_PREFETCH", (0, 1, 2)),
+)
+
+
+def _axes(target: Target, used: set[str]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Settings that matter to a target, with their values."""
+    axes = [*_FUSED_AXES] if used else []
+    many = target.tokens >= _MANY_TOKENS
+    if "ring" in used:
+        axes += _RING_AXES
+        axes += [("RING_TURN_RANKS", (0, 1))] if target.wide else []
+        axes += [("RING_STREAM_Y", (0, 1))] if many else []
+        axes += [("tile_rows", (16, 32))] if many and not target.wide else []
+    if "cluster" in used:
+        axes += _CLUSTER_AXES
+        axes += [("CLUSTER_OWN_TILES", (0, 1))] if target.wide else []
+    return axes
+
+
 def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[Form]:
     """Forms that differ from ``form`` in one setting."""
     used = set(kernels) | ({"ring"} if form.tall else set())
-    if "ring" in used:
-        for name, values in (
-            ("RING_PREFETCH", (0, 1, 2)),
-            ("RING_PREFETCH_LINES", (0, 1)),
-            ("RING_WIDE_Y", (0, 1)),
-            ("RING_ROWS", (0, 1)),
-            ("RING_FILL", (0, 1)),
-        ):
-            yield from (form.with_defines(**{name: value}) for value in values)
-        yield from (replace(form, resident=share) for share in (1.0, 0.75, 0.5))
-        yield from (replace(form, even=even) for even in (False, True))
-        yield from (replace(form, parts=parts) for parts in (1, 2, 4))
-        if target.wide:
-            yield from (form.with_defines(RING_TURN_RANKS=value) for value in (0, 1))
-        if target.tokens >= _MANY_TOKENS:
-            yield from (form.with_defines(RING_STREAM_Y=value) for value in (0, 1))
-    if "cluster" in used:
-        yield from (replace(form, spread=share) for share in (1.0, 0.5, 2.0, 4.0))
-        yield from (replace(form, deep=deep) for deep in (False, True))
-        if target.wide:
-            yield from (form.with_defines(CLUSTER_OWN_TILES=value) for value in (0, 1))
-    if target.tokens >= _MANY_TOKENS and not target.wide:
-        yield from (replace(form, tile_rows=rows) for rows in (16, 32))
-    yield from (form.with_defines(LISTS_PREFETCH=value) for value in (0, 1, 2))
-    yield from (replace(form, cluster=size) for size in (None, 1, 2, 4, 8))
+    for name, values in _axes(target, used):
+        for value in values:
+            if name in DEFINES:
+                yield form.with_defines(**{name: value})
+            else:
+                yield replace(form, **{name: value})
 
 
 def search(target: Target, kernels: Sequence[str]) -> Generator[Form, float | None, None]:
@@ -318,14 +344,14 @@ class PointBench:
     graphs: Graphs
     target: Target
     sets: int | None = None
-    _made: dict[int | None, tuple[Workload, Outputs]] = field(default_factory=dict)
+    _made: dict[Any, tuple[Workload, Outputs]] = field(default_factory=dict)
     _expected: list[Any] = field(default_factory=list)
     _error: float | None = None
 
     def run(self, form: Form) -> dict[str, Any]:
         """Check and time a form; the first is the one that others are compared with."""
         with installed(form), self.graphs.active():
-            work, outputs = self._workload(form.tile_rows)
+            work, outputs = self._workload((form.tile_rows, form.split_items))
             launches: list[str] = []
             outputs.restore()
             work.check.before()
@@ -354,8 +380,9 @@ class PointBench:
             "launches": list(dict.fromkeys(launches)),
         }
 
-    def _workload(self, tile_rows: int | None) -> tuple[Workload, Outputs]:
-        if tile_rows not in self._made:
+    def _workload(self, lists: Any) -> tuple[Workload, Outputs]:
+        """For forms that want the same lists and workspace."""
+        if lists not in self._made:
             self._made.clear()  # one at a time has room
             point = self.target.point()
             work = make_workload(self.backend, point, Pools(self.backend), self.sets)
@@ -364,8 +391,8 @@ class PointBench:
                 parts = tuple(tuple(partial(c, rank=rank) for c in part) for part in work.parts)
                 work = replace(work, parts=parts)
             self.backend.synchronize()
-            self._made[tile_rows] = work, Outputs.of(work)
-        return self._made[tile_rows]
+            self._made[lists] = work, Outputs.of(work)
+        return self._made[lists]
 
     def _off_reference(self, work: Workload) -> float:
         """Error against the float32 reference; equal bits have an equal one."""
