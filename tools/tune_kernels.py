@@ -13,6 +13,7 @@ settings are changed one at a time from the best of them, as long as its share o
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -40,7 +41,7 @@ from cupylora.ops import _lora_fused
 
 ARCH = "sm_90a"
 _GAIN = 0.996
-"""A change that is kept leaves at most this share of the time."""
+"""A round of changes is followed by another if it leaves at most this share of the time."""
 
 _BYTES_PER_US = 4.2465e6
 """Of a copy on an H200, read and written."""
@@ -269,37 +270,33 @@ def _axes(target: Target, used: set[str]) -> list[tuple[str, tuple[Any, ...]]]:
     return axes
 
 
+def _with(form: Form, name: str, value: Any) -> Form:
+    return form.with_defines(**{name: value}) if name in DEFINES else replace(form, **{name: value})
+
+
 def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[Form]:
     """Forms that differ from ``form`` in one setting."""
-    used = set(kernels) | ({"ring"} if form.tall else set())
-    for name, values in _axes(target, used):
-        for value in values:
-            if name in DEFINES:
-                yield form.with_defines(**{name: value})
-            else:
-                yield replace(form, **{name: value})
+    for name, values in _axes(target, set(kernels)):
+        yield from (_with(form, name, value) for value in values)
 
 
 def search(target: Target, kernels: Sequence[str]) -> Generator[Form, float | None, None]:
-    """Forms to time, best sent back its microseconds (None: it failed): the named ones, then from
-    the best of all on one setting at a time, as long as that gains."""
+    """Forms to time, each sent back its microseconds (None: it failed): the named ones, then one
+    setting after the other of the best so far, round by round, as long as that gains."""
     found: dict[Form, float | None] = {SHIPPED: None}
     found[SHIPPED] = yield SHIPPED
     for form in named_forms(target, kernels).values():
         if form not in found:
             found[form] = yield form
-    improved = True
-    while improved:
-        improved = False
-        best = _best(found)
-        for form in neighbours(best, target, kernels):
-            if form in found:
-                continue
-            us = found[form] = yield form
-            limit = found[best]
-            if us is not None and limit is not None and us < _GAIN * limit:
-                improved = True
-        improved = improved and _best(found) != best
+    before = math.inf
+    while (us := found[_best(found)]) is not None and us < _GAIN * before:
+        before = us
+        used = set(kernels) | ({"ring"} if _best(found).tall else set())
+        for name, values in _axes(target, used):
+            best = _best(found)
+            for form in (_with(best, name, value) for value in values):
+                if form not in found:
+                    found[form] = yield form
     yield SHIPPED
 
 
