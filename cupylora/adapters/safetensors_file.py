@@ -107,6 +107,18 @@ class WeightFiles:
         """Tensor ``name`` flat, in pieces of at most ``nbytes`` (at least one element) each."""
         return self._home[name].pieces(self.tensors[name], nbytes)
 
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Number of the file in ``paths`` that holds tensor ``name``, and where its data begins."""
+        home = self._home[name]
+        return self._files.index(home), self.tensors[name].begin
+
+    def read_into(self, number: int, begin: int, target: npt.NDArray[np.uint8]) -> None:
+        """Fill ``target`` with the data of file ``number`` from byte ``begin`` on.
+
+        Raises AdapterFormatError where the file cannot be read or has become shorter.
+        """
+        self._files[number].read_into(begin, target)
+
     def scalar(self, name: str) -> float:
         """The value of tensor ``name``, which has one element."""
         [piece] = self.pieces(name, self.tensors[name].nbytes)
@@ -175,6 +187,18 @@ class _OpenFile:
         for begin in range(info.begin, info.end, step):
             yield self._bytes(begin, min(step, info.end - begin)).view(info.dtype)
 
+    def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
+        """Fill ``target`` with the data from ``begin`` on."""
+        view, done = memoryview(target.data), 0
+        try:
+            while done < len(view):
+                got = os.preadv(self.file.fileno(), [view[done:]], self.start + begin + done)
+                if not got:
+                    raise _shorter(self.path)
+                done += got
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
     def _bytes(self, begin: int, size: int) -> Array:
         """``size`` bytes of the data from ``begin`` on, in memory of their own."""
         try:
@@ -189,8 +213,12 @@ class _OpenFile:
                 "there is more, or save the adapter again if it should be smaller",
             ) from error
         if body.size != size:
-            raise _error(self.path, "became shorter while it was read; load it again")
+            raise _shorter(self.path)
         return body
+
+
+def _shorter(path: Path) -> AdapterFormatError:
+    return _error(path, "became shorter while it was read; load it again")
 
 
 def _error(path: Path, problem: str) -> AdapterFormatError:
