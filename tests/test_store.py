@@ -318,12 +318,18 @@ def arrays_of(backend: ArrayBackend, given: Adapter) -> dict[tuple[int, str], Fa
 
 @pytest.mark.parametrize("shared", [(), ("up_proj", "q_proj")])
 def test_arrays_on_the_device_are_loaded(backend: ArrayBackend, shared: tuple[str, ...]) -> None:
-    """A stays row-major there, which changes no bit of the results."""
+    """As the same factors are from host memory, to the byte."""
     made, plain = serving(backend), serving(backend)
     given = adapter(3, shared=shared)
     arrays = arrays_of(backend, given)
     made.runtime.load_arrays("a", arrays)
     plain.runtime.load("a", given)
+    tables = (made.runtime.table, plain.runtime.table)
+    infos = [table.slots[0] for table in tables]
+    assert None not in infos
+    assert infos[0].arena_bytes == infos[1].arena_bytes  # type: ignore[union-attr]
+    held = [backend.to_host(t.arena.buffer[: t.arena.used_bytes]).tobytes() for t in tables]
+    assert held[0] == held[1]
     for value in arrays.values():  # the caller's own again
         backend.clear(value.b)
     expected = plain.run(inputs_of(plain, "a", None))

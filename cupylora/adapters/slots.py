@@ -23,7 +23,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.adapters.device_factors import FactorArrays, check_arrays
+from cupylora.adapters.device_factors import (
+    FactorArrays,
+    check_arrays,
+    find_not_finite,
+    unpack_arrays,
+)
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packed import (
     BLOCK_ALIGNMENT,
@@ -36,7 +41,7 @@ from cupylora.adapters.packed import (
 )
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
@@ -129,14 +134,6 @@ class Arena:
                 f"data has {data.nbytes} bytes; the block at {offset} has {self._blocks[offset]}"
             )
         _put(self.buffer[offset:end], np.ascontiguousarray(data).reshape(-1).view(np.uint8))
-        self.buffer[end : offset + self._blocks[offset]] = 0
-
-    def copy(self, offset: int, array: Array) -> None:
-        """Fill the block at ``offset`` with the bytes of a C-contiguous array of the arena's own
-        array module, and the rest of it with zeros."""
-        self._require_block(offset)
-        end = offset + int(array.nbytes)
-        self.buffer[offset:end] = array.reshape(-1).view(np.uint8)
         self.buffer[end : offset + self._blocks[offset]] = 0
 
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], data: npt.NDArray[Any]) -> None:
@@ -377,29 +374,28 @@ class SlotTable:
     ) -> StoredAdapter:
         """``store`` of arrays that are on this backend already, as a training loop has them.
 
-        factors: by (layer, module name). They are copied there, never through the host, and A stays
-        row-major, which the LoRA kernels read too, somewhat slower. Raises ArgumentError for keys
-        and arrays that do not fit, AdapterFormatError for values that are not finite, CapacityError
-        for a rank beyond the limits or where the arena lacks room.
+        factors: by (layer, module name). They never pass through the host. Raises ArgumentError for
+        keys and arrays that do not fit, AdapterFormatError for values that are not finite,
+        CapacityError for a rank beyond the limits or where the arena lacks room.
         """
         check_type("name", name, str)
         on_device = self.xp is not np
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
         records = np.zeros(len(self.entries), SLOT_ENTRY)
-        numbers: dict[int, int] = {}
+        numbers: dict[tuple[str, int], int] = {}
         arrays: list[Array] = []
         for (layer, module), value in factors.items():
-            for array in (value.a, value.b):
-                if id(array) not in numbers:
-                    numbers[id(array)] = len(arrays)
+            for role, array in (("a", value.a), ("b", value.b)):
+                if (role, id(array)) not in numbers:
+                    numbers[role, id(array)] = len(arrays)
                     arrays.append(array)
             records[self.row(layer, self._modules[module])] = table_row(
-                numbers[id(value.a)],
-                numbers[id(value.b)],
+                numbers["a", id(value.a)],
+                numbers["b", id(value.b)],
                 (stride_of(value.a.shape, self.dtype), stride_of(value.b.shape, self.dtype)),
                 value.a.shape[1],
                 value.scale,
-                ROW_MAJOR,
+                self.a_layout,
             )
         sizes = tuple(block_bytes(int(array.nbytes)) for array in arrays)
         rank = max((int(value.a.shape[1]) for value in factors.values()), default=0)
@@ -407,9 +403,16 @@ class SlotTable:
             name, sizes, records, rank, self.dtype, self.a_layout, "device arrays"
         )
 
+        packed = [role == "a" and self.a_layout == PACKED for role, _ in numbers]
+
         def write(offsets: Sequence[int]) -> None:
-            for offset, array in zip(offsets, arrays, strict=True):
-                self.arena.copy(offset, array)
+            self.arena.clear(offsets, sizes)
+            target = self.arena.buffer
+            try:
+                unpack_arrays(arrays, offsets, target, packed=packed, xp=self.xp)
+            except AdapterFormatError:
+                find_not_finite(name, factors)
+                raise
 
         return self.store_layout(layout, write)
 

@@ -21,6 +21,7 @@ _THREADS = 256
 _BLOCK_ELEMENTS = 4096
 """kThreads and kBlockElements of adapters/unpack.cu."""
 
+_SOURCE_ALIGNMENT = 2
 _TYPES = ("ptr",) * 4
 
 
@@ -42,8 +43,10 @@ def unpack_factors(
     most_elements = check_int("most_elements", most_elements, 0)
     if len(pieces) > MOST_PIECES:
         raise ArgumentError(f"pieces has {len(pieces)} records; {MOST_PIECES} at most")
-    for name, array in (("source", source), ("pieces", pieces), ("target", target)):
+    for name, array in (("pieces", pieces), ("target", target)):
         check_aligned(name, array)
+    if address(source) % _SOURCE_ALIGNMENT:
+        raise ArgumentError("source starts on an odd byte; pass an aligned copy")
     if len(pieces) == 0 or most_elements == 0:
         return
     grid = (blocks_for(most_elements, _BLOCK_ELEMENTS), len(pieces))

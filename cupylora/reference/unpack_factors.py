@@ -42,8 +42,9 @@ def unpack_factors(
 ) -> None:
     """Write every piece's elements, each rounded once to ``dtype``, to its place in ``target``.
 
-    source: uint8 [n], aligned to 16 bytes on the device, as target: uint8 [m]. pieces: uint8
-    [P, 96], FACTOR_PIECE records, P <= 65,535; they are trusted to lie within both arrays.
+    source: uint8 [n]. target: uint8 [m]. pieces: uint8 [P, 96], FACTOR_PIECE records, P <= 65,535;
+    they are trusted to lie within both arrays. On the device, target and pieces are aligned to 16
+    bytes and source to 2.
     most_elements: of any piece. fault: int32 [1], becomes 1 if an element is not finite in
     ``dtype`` or a ratio takes it below the normal numbers of float32, and is left alone otherwise.
     Elements that no piece has stay as they are.
