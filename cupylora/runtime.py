@@ -332,13 +332,19 @@ class LoraRuntime:
             return stored
         try:
             say("caching")
-            with self._copying():
-                packed = self.table.read_back(stored, self.backend.host_buffer)
-            self.store.keep(name, packed, path)
+            self._keep(self.store, name, stored, path)
         except BaseException:
             self.table.discard(stored)
             raise
         return stored
+
+    def _keep(
+        self, store: AdapterStore, name: str, stored: StoredAdapter, path: str | Path
+    ) -> None:
+        """Copy what is in room on the device to the host cache."""
+        with contextlib.nullcontext() if self._copies is None else self._copies:
+            packed = self.table.read_back(stored, self.backend.host_buffer)
+        store.keep(name, packed, path)
 
     def unload(self, name: str) -> None:
         """``name`` serves no more from the next step on. Its slot and room are taken again once
@@ -388,10 +394,14 @@ class LoraRuntime:
         return self._copied(write)
 
     def _copied(self, write: Callable[[], StoredAdapter]) -> StoredAdapter:
-        """Written, and the copies over: what they read may go or change afterwards."""
-        with self._copying():
+        """Written, and the copies over: what they read may go or change afterwards.
+
+        No step waits for them: none reads this room before ``_place``.
+        """
+        if self._copies is None:
+            return write()
+        with self._copies:
             stored = write()
-        if self._copies is not None:
             self._copies.synchronize()
         return stored
 

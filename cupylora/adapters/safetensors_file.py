@@ -30,6 +30,7 @@ from cupylora.text import byte_size, listed, quoted, shown
 __all__ = [
     "INDEX_FILE",
     "LARGEST_JSON",
+    "MOST_TENSORS",
     "SINGLE_FILE",
     "SUFFIX",
     "TensorInfo",
@@ -51,6 +52,10 @@ _SCALAR_DTYPES = {**_DTYPES, "F64": np.dtype(np.float64), "I64": np.dtype(np.int
 _LENGTH_BYTES = 8
 LARGEST_JSON = 32_000_000
 """Bytes of an index, and of all headers of an adapter, that are read: some 200,000 tensors."""
+MOST_TENSORS = 400_000
+"""That an index may name: more than headers of LARGEST_JSON hold."""
+_MOST_SHARDS = 256
+"""Each is kept open while the adapter is read."""
 _MAX_DIMENSIONS = 8
 SUFFIX = ".safetensors"
 SINGLE_FILE = f"adapter_model{SUFFIX}"
@@ -340,7 +345,7 @@ def _uncovered(name: str, span: TensorInfo, at: int, size: int) -> str:
 
 def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
     try:
-        names = read_json(index, LARGEST_JSON).get("weight_map")
+        names = read_json(index, LARGEST_JSON, MOST_TENSORS).get("weight_map")
     except (OSError, ValueError) as error:
         raise _broken(index, f"the index cannot be read: {reason(error)}") from error
     if not isinstance(names, dict) or not names:
@@ -350,6 +355,11 @@ def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise _broken(index, f"shard {quoted(shard)} is not a file name of this directory")
         tensors.setdefault(shard, set()).add(name)
+    if len(tensors) > _MOST_SHARDS:
+        raise _error(
+            index,
+            f"names {len(tensors)} shards; at most {_MOST_SHARDS} are read, so save it in fewer",
+        )
     files = []
     for shard in sorted(tensors):
         files.append(_open_shard(index, shard, tensors[shard], stack))
