@@ -21,6 +21,7 @@ import numpy.typing as npt
 from cupylora.device import Backend, require_cuda, resolve_backend
 from cupylora.errors import CapacityError
 from cupylora.ops.status import DeviceStatus
+from cupylora.pinned import PinnedBuffers
 from cupylora.worklists import Array
 
 __all__ = ["ArrayBackend", "CudaBackend", "NumpyBackend", "StageClock", "open_backend"]
@@ -77,6 +78,10 @@ class ArrayBackend(ABC):
     def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Host memory that copies to this backend read fastest, its content undefined. Raises
         CapacityError where there is none."""
+
+    @abstractmethod
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Like ``host_buffer``, for buffers of about ``limit`` bytes together that come and go."""
 
     @abstractmethod
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
@@ -144,6 +149,10 @@ class NumpyBackend(ArrayBackend):
         """Any memory."""
         buffer: npt.NDArray[np.uint8] = self.empty(nbytes, np.uint8)
         return buffer
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Any memory."""
+        return self.host_buffer
 
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
         """Copy all bytes."""
@@ -226,14 +235,22 @@ class CudaBackend(ArrayBackend):
 
     def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Pinned memory, which copies read without the driver's staging."""
+        return np.frombuffer(self._pinned(max(1, nbytes)), np.uint8, nbytes)
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Pinned memory that is used again."""
+        return PinnedBuffers(self._pinned, limit).take
+
+    def _pinned(self, nbytes: int) -> Any:
+        """New pinned memory, not from CuPy's pool, which would keep every size it ever had."""
+        cuda = self.xp.cuda
         try:
-            memory = self.xp.cuda.alloc_pinned_memory(max(1, nbytes))
-        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            return cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+        except cuda.runtime.CUDARuntimeError as error:
             raise CapacityError(
                 f"{nbytes} bytes of pinned host memory cannot be had: {error}; use a smaller "
                 "host cache"
             ) from error
-        return np.frombuffer(memory, np.uint8, nbytes)
 
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
         """Copy all bytes on the current stream, and return at once."""
