@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.adapters.device_factors import FactorArrays, check_arrays
+from cupylora.adapters.device_factors import FactorArrays, borrow_factors, check_arrays
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packed import (
     BLOCK_ALIGNMENT,
@@ -353,13 +353,14 @@ class SlotTable:
     ) -> StoredAdapter:
         """``store`` of arrays that are on this backend already, as a training loop has them.
 
-        factors: by (layer, module name). They are copied there, never through the host, and A stays
-        row-major, which the LoRA kernels read too, somewhat slower. Raises ArgumentError for keys
-        and arrays that do not fit, AdapterFormatError for values that are not finite, CapacityError
-        for a rank beyond the limits or where the arena lacks room.
+        factors: by (layer, module name), arrays of any library. They are copied there, never
+        through the host, and A stays row-major, which the LoRA kernels read too, somewhat slower.
+        Raises ArgumentError for keys and arrays that do not fit, AdapterFormatError for values that
+        are not finite, CapacityError for a rank beyond the limits or where the arena lacks room.
         """
         check_type("name", name, str)
         on_device = self.xp is not np
+        factors = borrow_factors(name, factors, on_device=on_device)
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
         records = np.zeros(len(self.entries), SLOT_ENTRY)
         offsets: dict[int, int] = {}

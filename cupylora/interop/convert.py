@@ -1,0 +1,239 @@
+"""Foreign arguments as arrays of our own over the same memory; nothing is ever copied.
+
+In: the arguments of a public call, by name. Out: the same with every foreign array replaced by a
+NumPy array (host) or a CuPy array (device) at its address, of its shape, strides and type. What
+would need a copy is refused with the argument's name, what it is and what to do. The view holds the
+producer's memory, on the device until enqueued work is over (``lifetimes``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from cupylora.checks import is_on_device
+from cupylora.dtypes import BFLOAT16
+from cupylora.errors import ArgumentError
+from cupylora.interop import dlpack
+from cupylora.interop.cuda_interface import read_interface
+from cupylora.interop.kinds import is_foreign, is_own
+from cupylora.interop.lifetimes import Lease, release_finished
+from cupylora.interop.streams import dlpack_stream, order_behind
+from cupylora.interop.view import ArrayView
+from cupylora.worklists import Array, ArrayBundle
+
+__all__ = ["borrow", "lives_on_device"]
+
+_IMMUTABLE = ("jax", "jaxlib", "tensorflow")
+"""Libraries whose arrays may not be written, though their DLPack capsules do not say so."""
+
+_TO_HOST = "copy it to the host first, or use the cuda backend"
+_TO_DEVICE = "copy it to the device first (cupy.asarray), or use the numpy backend"
+
+
+def lives_on_device(value: Any) -> bool:
+    """Whether an array, ours or foreign, or the first array of a bundle, is in device memory."""
+    if isinstance(value, ArrayBundle):
+        value = next(iter(vars(value).values()))
+    if not is_foreign(value):
+        return is_on_device(value)
+    if isinstance(value, ArrayView):
+        return value.device != "cpu"
+    if hasattr(value, "__dlpack_device__"):
+        kind, _ = dlpack.device_of("the first argument", value)
+        return kind not in (dlpack.CPU, dlpack.CUDA_HOST)
+    return True
+
+
+def borrow(name: str, value: Any, *, on_device: bool, written: bool = False) -> Any:
+    """``value``, its foreign arrays replaced by views of ours.
+
+    on_device: where the call works, and so where memory has to be. written: the call writes it.
+    Bundles, lists and tuples are gone through, their parts named; anything else, and arrays of
+    ours, come back as they are. Raises ArgumentError naming the argument for what cannot be viewed
+    where it is, GraphError for one that a capture would have to wait for.
+    """
+    if is_own(value):
+        return value
+    options = {"on_device": on_device, "written": written}
+    if isinstance(value, ArrayBundle):
+        fields = {
+            field.name: borrow(f"{name}.{field.name}", getattr(value, field.name), **options)
+            for field in dataclasses.fields(value)  # type: ignore[arg-type]
+        }
+        return dataclasses.replace(value, **fields)  # type: ignore[type-var]
+    if isinstance(value, list | tuple):
+        parts = [borrow(f"{name}[{i}]", part, **options) for i, part in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if written and type(value).__module__.partition(".")[0] in _IMMUTABLE:
+        raise ArgumentError(
+            f"{name} is an array of {type(value).__module__.partition('.')[0]}, which may not be "
+            "written; give an array of the backend (backend.empty), which that library can import"
+        )
+    return _device_view(name, value, written) if on_device else _host_view(name, value, written)
+
+
+def _require_writable(name: str, read_only: bool, written: bool) -> None:
+    if written and read_only:
+        raise ArgumentError(f"{name} is exported as read-only; a writable array is needed")
+
+
+# --- host ----------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Carries ``__array_interface__``: NumPy's way to look at memory by address. NumPy's array
+    holds this, and this the owner."""
+
+    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def _host_view(name: str, value: Any, written: bool) -> Array:
+    if isinstance(value, ArrayView):
+        if value.device != "cpu":
+            raise ArgumentError(f"{name} is on CUDA device {value.device}; {_TO_HOST}")
+        _require_writable(name, not value.writable, written)
+        dtype = np.dtype(value.dtype)
+        return _host_array(
+            value.pointer, value.shape, dtype, value.strides, not value.writable, value.owner
+        )
+    if not hasattr(value, "__dlpack_device__"):
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__} in device memory (__cuda_array_interface__); "
+            f"{_TO_HOST}"
+        )
+    kind, number = dlpack.device_of(name, value)
+    if kind not in (dlpack.CPU, dlpack.CUDA_HOST):
+        raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_HOST}")
+    found = dlpack.export(name, value, None)
+    _require_writable(name, found.read_only, written)
+    return _host_array(
+        found.pointer, found.shape, found.dtype, found.strides, found.read_only, found.owner
+    )
+
+
+def _host_array(
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None,
+    read_only: bool,
+    owner: object,
+) -> Array:
+    if 0 in shape:  # there is nothing to look at, and perhaps no address
+        return np.empty(shape, dtype)
+    kind = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype  # NumPy's interface has no bfloat16
+    interface = {
+        "version": 3,
+        "shape": shape,
+        "typestr": kind.str,
+        "strides": strides,
+        "data": (pointer, read_only),
+    }
+    array = np.asarray(_Memory(interface, owner))
+    return array if kind is dtype else array.view(dtype)
+
+
+# --- device --------------------------------------------------------------------------------------
+
+
+def _device_view(name: str, value: Any, written: bool) -> Array:
+    import cupy
+
+    release_finished()
+    stream = cupy.cuda.get_current_stream()
+    here = int(cupy.cuda.runtime.getDevice())
+    if isinstance(value, ArrayView):
+        if value.device == "cpu":
+            raise ArgumentError(f"{name} is in host memory; {_TO_DEVICE}")
+        _require_here(name, value.device, here)
+        _require_writable(name, not value.writable, written)
+        if value.stream is not None:
+            order_behind(name, value.stream, stream)
+        dtype, owner = np.dtype(value.dtype), value.owner
+        return _device_array(
+            name, value.pointer, value.shape, dtype, value.strides, owner, stream, here
+        )
+    if not hasattr(value, "__dlpack_device__"):
+        return _interface_view(name, value, written, stream, here)
+    kind, number = dlpack.device_of(name, value)
+    if kind not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
+        raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_DEVICE}")
+    if kind == dlpack.CUDA:
+        _require_here(name, number, here)
+    found = dlpack.export(name, value, dlpack_stream(value, int(stream.ptr)))
+    _require_writable(name, found.read_only, written)
+    return _device_array(
+        name, found.pointer, found.shape, found.dtype, found.strides, found.owner, stream, here
+    )
+
+
+def _interface_view(name: str, value: Any, written: bool, stream: Any, here: int) -> Array:
+    found = read_interface(name, value)
+    _require_writable(name, found.read_only, written)
+    if found.pointer:
+        _require_device_pointer(name, found.pointer, here)
+    if found.stream is not None:
+        order_behind(name, found.stream, stream)
+    return _device_array(
+        name, found.pointer, found.shape, found.dtype, found.strides, value, stream, here
+    )
+
+
+def _device_array(
+    name: str,
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None,
+    owner: object,
+    stream: Any,
+    device: int,
+) -> Array:
+    import cupy
+
+    if pointer % dtype.itemsize:
+        raise ArgumentError(
+            f"{name} starts at address {pointer:#x}, which is no multiple of the {dtype.itemsize} "
+            "bytes of an element; kernels cannot read that, so pass an aligned copy"
+        )
+    lease = None if owner is None else Lease(owner, stream, device)
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, size, lease, device), 0)
+    return cupy.ndarray(shape, dtype, memory, strides)
+
+
+def _require_here(name: str, device: Any, here: int) -> None:
+    if device != here:
+        raise ArgumentError(
+            f"{name} is on CUDA device {device}, but the current device is {here}; make that one "
+            f"current (with cupy.cuda.Device({device})), or move the array"
+        )
+
+
+def _require_device_pointer(name: str, pointer: int, here: int) -> None:
+    """The interface does not say where memory is; the driver does."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    found = runtime.pointerGetAttributes(pointer)
+    if int(found.type) not in (runtime.memoryTypeDevice, runtime.memoryTypeManaged):
+        raise ArgumentError(f"{name} is in host memory, at {pointer:#x}; {_TO_DEVICE}")
+    if int(found.type) == runtime.memoryTypeDevice:
+        _require_here(name, int(found.device), here)
+
+
+def _place(kind: int, number: int) -> str:
+    """Memory of DLPack's ``kind`` in words."""
+    if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED):
+        managed = "managed memory of " if kind == dlpack.CUDA_MANAGED else ""
+        return f"in {managed}CUDA device {number}" if managed else f"on CUDA device {number}"
+    if kind == dlpack.CPU:
+        return "in host memory"
+    if kind == dlpack.CUDA_HOST:
+        return "in pinned host memory"
+    return f"on a device of another make (DLPack type {kind}, number {number})"

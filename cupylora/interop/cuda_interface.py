@@ -1,0 +1,98 @@
+"""``__cuda_array_interface__``, versions 2 and 3, as pointer, shape and type.
+
+In: the dictionary that an object shows. Out: an :class:`Interface`. The interface has no way to
+name bfloat16, nor the device: DLPack is asked first where an object offers both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupylora.errors import ArgumentError
+
+__all__ = ["Interface", "read_interface"]
+
+
+class Interface(NamedTuple):
+    """What the dictionary says. strides: in bytes; None: C order. stream: None: nothing to wait
+    for, else 1 (legacy default stream), 2 (per-thread default stream) or a handle."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...] | None
+    read_only: bool
+    stream: int | None
+
+
+def read_interface(name: str, value: Any) -> Interface:
+    """Raises ArgumentError naming the argument ``name`` and the entry that cannot be taken."""
+    try:
+        entries = value.__cuda_array_interface__
+    except Exception as error:
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__} that shows no __cuda_array_interface__: {error}"
+        ) from error
+    try:
+        pointer, read_only = entries["data"]
+        shape = tuple(int(extent) for extent in entries["shape"])
+        given = entries.get("strides")
+        strides = None if given is None else tuple(int(stride) for stride in given)
+        found = Interface(
+            int(pointer),
+            shape,
+            _dtype(name, entries["typestr"]),
+            strides,
+            bool(read_only),
+            _stream(name, entries.get("stream")),
+        )
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ArgumentError(
+            f"{name}: its __cuda_array_interface__ is not of version 2 or 3 ({error!r})"
+        ) from error
+    _check(name, found, entries)
+    return found
+
+
+def _check(name: str, found: Interface, entries: Any) -> None:
+    if entries.get("mask") is not None:
+        raise ArgumentError(
+            f"{name} has a mask in its __cuda_array_interface__; give the array without one"
+        )
+    if any(extent < 0 for extent in found.shape) or (not found.pointer and 0 not in found.shape):
+        raise ArgumentError(
+            f"{name}: its __cuda_array_interface__ has shape {found.shape} at address "
+            f"{found.pointer}"
+        )
+    if found.strides is not None and len(found.strides) != len(found.shape):
+        raise ArgumentError(
+            f"{name}: its __cuda_array_interface__ has strides {found.strides} for shape "
+            f"{found.shape}"
+        )
+
+
+def _dtype(name: str, typestr: Any) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(typestr)
+    except TypeError:
+        dtype = np.dtype(np.void)
+    if dtype.kind == "V" or not dtype.isnative:
+        raise ArgumentError(
+            f"{name}: its __cuda_array_interface__ has typestr {typestr!r}, which names no number "
+            "type of this machine; bfloat16 goes through DLPack or an ArrayView"
+        )
+    return dtype
+
+
+def _stream(name: str, stream: Any) -> int | None:
+    if stream is None:
+        return None
+    handle = int(stream)
+    if handle <= 0:
+        raise ArgumentError(
+            f"{name}: its __cuda_array_interface__ has stream {handle}, which the interface "
+            "forbids; 1 and 2 are the default streams, None needs no wait"
+        )
+    return handle

@@ -1,0 +1,181 @@
+"""DLPack capsules, read without any library's help: bfloat16 and flags included.
+
+In: an object with ``__dlpack__``. Out: an :class:`Exported`, whose ``owner`` calls the producer's
+deleter once, when its last reference goes. A capsule is taken over before anything else is done
+with it, so that this holds for one that is refused, too.
+
+NumPy's own import knows no bfloat16, and no library's says which flags a capsule had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupylora.dtypes import BFLOAT16
+from cupylora.errors import ArgumentError
+
+__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Exported", "device_of", "export"]
+
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+"""Kinds of memory by DLPack's numbers: host, a CUDA device's, pinned host, managed."""
+
+_VERSION = (1, 0)
+_LEGACY, _VERSIONED = b"dltensor", b"dltensor_versioned"
+_USED = {_LEGACY: b"used_dltensor", _VERSIONED: b"used_dltensor_versioned"}
+_READ_ONLY, _COPIED = 1, 2
+
+# Data, device type and number, ndim, type (code, bits, lanes), shape, strides, byte offset.
+_TENSOR = "QiiiBBHQQQ"
+_LEGACY_FIELDS = struct.Struct(f"@{_TENSOR}QQ")  # the tensor, manager_ctx, deleter
+_VERSIONED_HEAD = struct.Struct("@IIQQQ")  # major, minor, manager_ctx, deleter, flags
+_TENSOR_FIELDS = struct.Struct(f"@{_TENSOR}")
+
+_INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
+_DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
+    **{(_INT, 8 * size, 1): np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
+    **{(_UINT, 8 * size, 1): np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
+    **{(_FLOAT, 8 * size, 1): np.dtype(f"f{size}") for size in (2, 4, 8)},
+    (_BFLOAT, 16, 1): BFLOAT16,
+    (_BOOL, 8, 1): np.dtype(np.bool_),
+}
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _python_function(name: str, result: Any, *arguments: Any) -> Any:
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
+
+
+_name_of = _python_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
+_pointer = _python_function(
+    "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
+)
+_rename = _python_function("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
+
+
+class _Owner:
+    """A tensor that is ours: tells its producer when it is not needed any more, once."""
+
+    __slots__ = ("_address", "_deleter")
+
+    def __init__(self, address: int, deleter: int) -> None:
+        self._address, self._deleter = address, deleter
+
+    def __del__(self) -> None:
+        deleter, self._deleter = self._deleter, 0
+        if deleter:
+            _Deleter(deleter)(self._address)
+
+
+class Exported(NamedTuple):
+    """What a capsule holds. strides: in bytes; None: C order. owner: keeps the memory."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...] | None
+    device_type: int
+    device: int
+    read_only: bool
+    owner: object
+
+
+def device_of(name: str, value: Any) -> tuple[int, int]:
+    """Kind of memory and number of the device, as ``value`` says.
+
+    Raises ArgumentError naming the argument ``name`` where it does not say so.
+    """
+    try:
+        kind, number = value.__dlpack_device__()
+        return int(kind), int(number)
+    except Exception as error:
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__} that does not tell its device "
+            f"(__dlpack_device__): {error}"
+        ) from error
+
+
+def export(name: str, value: Any, stream: int | None) -> Exported:
+    """Ask ``value`` for its memory, and take it over.
+
+    stream: as ``__dlpack__`` takes it: of the device work that will use the memory, so that the
+    producer makes it wait; -1: do not; None: none is meant. Raises ArgumentError naming the
+    argument ``name`` for whatever the producer refuses, and for what cannot be taken as it is.
+    """
+    return _take(name, _capsule(name, value, stream))
+
+
+def _capsule(name: str, value: Any, stream: int | None) -> Any:
+    """A capsule of what ``value`` holds, by the newest form of the call that it knows."""
+    options: dict[str, Any] = {} if stream is None else {"stream": stream}
+    try:
+        try:
+            return value.__dlpack__(max_version=_VERSION, copy=False, **options)
+        except TypeError:  # older than DLPack 1.0
+            return value.__dlpack__(**options)
+    except Exception as error:
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__} that does not hand out its memory (__dlpack__): "
+            f"{error}"
+        ) from error
+
+
+def _take(name: str, capsule: Any) -> Exported:
+    try:
+        label = _name_of(capsule)
+    except ValueError:  # no capsule
+        label = None
+    if label not in _USED:
+        used = label in _USED.values()
+        what = "a capsule that was consumed before" if used else f"no DLPack capsule: {capsule!r}"
+        raise ArgumentError(f"{name}: its __dlpack__ gave {what}; each call has to give a new one")
+    address = _pointer(capsule, label)
+    # From here on the memory is ours to give back, whatever is found in it.
+    _rename(capsule, _USED[label])
+    if label == _LEGACY:
+        *tensor, _, deleter = _LEGACY_FIELDS.unpack(ctypes.string_at(address, _LEGACY_FIELDS.size))
+        return _exported(name, tensor, _Owner(address, deleter), read_only=False)
+    return _take_versioned(name, address)
+
+
+def _take_versioned(name: str, address: int) -> Exported:
+    head = _VERSIONED_HEAD.unpack(ctypes.string_at(address, _VERSIONED_HEAD.size))
+    major, minor, _, deleter, flags = head
+    owner = _Owner(address, deleter)
+    if major != _VERSION[0]:
+        raise ArgumentError(
+            f"{name} is exported as DLPack {major}.{minor}; {_VERSION[0]}.x is understood"
+        )
+    if flags & _COPIED:
+        raise ArgumentError(
+            f"{name} was copied by its producer for DLPack, so that nothing written would be seen "
+            "and every call would copy; give an array that can be exported as it is"
+        )
+    start = address + _VERSIONED_HEAD.size
+    tensor = _TENSOR_FIELDS.unpack(ctypes.string_at(start, _TENSOR_FIELDS.size))
+    return _exported(name, tensor, owner, read_only=bool(flags & _READ_ONLY))
+
+
+def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Exported:
+    data, device_type, device, ndim, code, bits, lanes, shape_at, strides_at, offset = tensor
+    dtype = _DTYPES.get((code, bits, lanes))
+    if dtype is None:
+        raise ArgumentError(
+            f"{name} has an element type that is not understood (DLPack code {code}, {bits} bits, "
+            f"{lanes} lanes)"
+        )
+    shape = _int64s(shape_at, ndim)
+    if any(extent < 0 for extent in shape) or (not data and 0 not in shape):
+        raise ArgumentError(f"{name} is exported with shape {shape} at address {data}")
+    size, strides = dtype.itemsize, None
+    if strides_at:
+        strides = tuple(size * stride for stride in _int64s(strides_at, ndim))
+    return Exported(data + offset, shape, dtype, strides, device_type, device, read_only, owner)
+
+
+def _int64s(address: int, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"@{count}q", ctypes.string_at(address, 8 * count)) if count > 0 else ()

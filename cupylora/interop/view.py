@@ -1,0 +1,92 @@
+"""``ArrayView``: memory that a caller names by its address.
+
+For hosts whose buffers no Python library owns: a TensorRT binding, a C server's arena. In: an
+address and what lies there. Out: an argument like any other array.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cupylora.dtypes import DTYPES
+from cupylora.errors import ArgumentError
+
+__all__ = ["ArrayView"]
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayView:
+    """An array at ``pointer``, to be given to any op or layer.
+
+    pointer: address of element [0, ..., 0], in bytes; 0 only where there are no elements.
+    shape: extents. dtype: a NumPy dtype, or "bfloat16". device: "cpu", or the number of the CUDA
+    device whose memory it is. strides: bytes from one element to the next of each axis; None:
+    C-contiguous. writable: False refuses it as an output. stream: what writes it, in any form that
+    a stream may have (see ``use_stream``): work waits for what is enqueued there; None: the caller
+    has seen to that. owner: kept alive as long as work that was enqueued with this view.
+
+    Nothing can tell whether the memory is what is said: a wrong address is read and written.
+    Raises ArgumentError naming a field that cannot be.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: npt.DTypeLike
+    device: int | Literal["cpu"]
+    strides: tuple[int, ...] | None = None
+    writable: bool = True
+    stream: Any = None
+    owner: object = None
+
+    def __post_init__(self) -> None:
+        shape = _integers("shape", self.shape)
+        if any(extent < 0 for extent in shape):
+            raise ArgumentError(f"ArrayView.shape is {shape}; extents of 0 or more are needed")
+        strides = None if self.strides is None else _integers("strides", self.strides)
+        if strides is not None and len(strides) != len(shape):
+            raise ArgumentError(
+                f"ArrayView.strides is {strides} for shape {shape}; one number of bytes an axis is "
+                "needed, or None for C order"
+            )
+        pointer = _integer("pointer", self.pointer)
+        if pointer < 0 or (pointer == 0 and 0 not in shape):
+            raise ArgumentError(f"ArrayView.pointer is {pointer}; an address is needed")
+        device = self.device if self.device == "cpu" else _integer("device", self.device)
+        if device != "cpu" and device < 0:
+            raise ArgumentError(f'ArrayView.device is {device}; "cpu" or a number is needed')
+        checked = {"pointer": pointer, "shape": shape, "strides": strides, "device": device}
+        for name, value in (*checked.items(), ("dtype", _dtype(self.dtype))):
+            object.__setattr__(self, name, value)
+
+
+def _integer(field: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ArgumentError(f"ArrayView.{field} is {value!r}; an integer is needed")
+    return number
+
+
+def _integers(field: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list):
+        raise ArgumentError(f"ArrayView.{field} is {values!r}; a tuple of integers is needed")
+    return tuple(_integer(f"{field}[{place}]", value) for place, value in enumerate(values))
+
+
+def _dtype(dtype: Any) -> np.dtype[Any]:
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    try:
+        found: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None:
+        raise ArgumentError(f"ArrayView.dtype is {dtype!r}; a NumPy dtype or 'bfloat16' is needed")
+    return found
