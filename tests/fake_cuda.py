@@ -19,6 +19,7 @@ import pytest
 from fake_device import FakeArray, fake, install
 
 from cupylora.compiler import driver
+from cupylora.interop import streams
 
 __all__ = ["FakeCuda", "Interface", "Stream", "describe"]
 
@@ -86,6 +87,7 @@ class FakeCuda:
             sys.modules["cupy"].cuda = self._namespace()
             patch.setattr(driver, "is_capturing", lambda handle: handle in self.capturing)
             patch.setattr(driver, "outside_captures", contextlib.nullcontext)
+            patch.setattr(streams, "_events", {})
             yield self
 
     def _namespace(self) -> Any:
