@@ -106,6 +106,7 @@ class FakeCuda:
         )
         made.runtime = types.SimpleNamespace(
             getDevice=lambda: self.device,
+            setDevice=lambda number: setattr(self, "device", number),
             memoryTypeHost=1,
             memoryTypeDevice=2,
             memoryTypeManaged=3,

@@ -20,11 +20,14 @@ from fake_device import FakeArray, fake
 from problem_util import random_case
 
 from cupylora import ops, reference
+from cupylora.device import DeviceState, probe
 from cupylora.dtypes import BFLOAT16
-from cupylora.errors import ArgumentError, GraphError
-from cupylora.interop import lifetimes
+from cupylora.errors import ArgumentError, DeviceUnavailableError, GraphError
+from cupylora.graphs.capture import CudaRecorder
+from cupylora.graphs.fence import CudaFence
+from cupylora.interop import lifetimes, streams
 from cupylora.interop.convert import borrow, lives_on_device
-from cupylora.interop.streams import as_stream, stream_handle
+from cupylora.interop.streams import as_stream, stream_handle, use_stream
 from cupylora.interop.view import ArrayView
 
 LEGACY, PER_THREAD, OURS, THEIRS = 1, 2, 0xA0, 0xB0
@@ -380,6 +383,51 @@ def test_default_streams_by_number(cuda: FakeCuda) -> None:
 def test_what_is_no_stream_is_refused(stream: Any, message: str, cuda: FakeCuda) -> None:
     with pytest.raises(ArgumentError, match=message):
         as_stream("stream", stream)
+
+
+def test_ops_go_to_the_stream_in_use(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "require_cuda", lambda: None)
+    assert cuda.current.ptr == 0
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with use_stream(_Protocol((0, THEIRS))):
+        assert cuda.current.ptr == THEIRS
+        with use_stream(OURS):
+            _take(producer)
+        assert cuda.current.ptr == THEIRS
+    assert producer.asked[0]["stream"] == OURS
+    with pytest.raises(ArgumentError, match="stream is 'fast'"), use_stream("fast"):
+        pass
+    assert cuda.current.ptr == 0
+
+
+def test_a_stream_cannot_be_used_without_a_device() -> None:
+    if probe().state is DeviceState.READY:
+        pytest.skip("there is a device")
+    with pytest.raises(DeviceUnavailableError, match="the cuda backend is not ready"):
+        use_stream(7).__enter__()
+
+
+@pytest.mark.parametrize("made", [CudaRecorder, CudaFence])
+def test_steps_take_streams_of_every_form_and_keep_them(made: Any, cuda: FakeCuda) -> None:
+    stream: Any = _Protocol((0, THEIRS))
+    gone = weakref.ref(stream)
+    user = made(stream)
+    held = user.stream if made is CudaRecorder else user._stream
+    assert held is cuda.stream(THEIRS)
+    stream = None
+    gc.collect()
+    assert gone() is not None, "its library would destroy it"
+    with pytest.raises(ArgumentError, match="stream is 'fast'; a CUDA stream is needed"):
+        made("fast")
+    del user
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("default", [0, LEGACY, PER_THREAD, _Protocol((0, LEGACY))])
+def test_default_streams_are_not_for_captures(default: Any, cuda: FakeCuda) -> None:
+    with pytest.raises(GraphError, match="default stream"):
+        CudaRecorder(default)
 
 
 # --- through ops ---------------------------------------------------------------------------------
