@@ -28,7 +28,7 @@ class Stream:
     """ptr: its handle. busy: has not finished what was enqueued."""
 
     def __init__(self, cuda: FakeCuda, ptr: int) -> None:
-        self._cuda, self.ptr, self.busy = cuda, ptr, False
+        self._cuda, self.ptr, self.busy, self.external = cuda, ptr, False, None
 
     def wait_event(self, event: Any) -> None:
         self._cuda.log.append(("wait", self.ptr, event.stream.ptr))
@@ -72,6 +72,14 @@ class FakeCuda:
     def stream(self, ptr: int) -> Stream:
         return self.streams.setdefault(ptr, Stream(self, ptr))
 
+    def from_external(self, foreign: Any) -> Stream:
+        """CuPy's stream of another library's; it keeps the other."""
+        version, ptr = foreign.__cuda_stream__()
+        assert version == 0
+        made = self.stream(ptr)
+        made.external = foreign
+        return made
+
     @property
     def current(self) -> Stream:
         return self.entered[-1] if self.entered else self.stream(0)
@@ -92,9 +100,9 @@ class FakeCuda:
 
     def _namespace(self) -> Any:
         made: Any = types.SimpleNamespace()
-        # Instances of these are made by ``stream``; the classes are what is asked for.
-        made.Stream = type("Stream", (Stream,), {"null": self.stream(0), "ptds": self.stream(2)})
-        made.ExternalStream = type("External", (), {"__new__": lambda _, ptr: self.stream(ptr)})
+        # Instances are made by ``stream``; the class is what is asked for.
+        known = {"null": self.stream(0), "ptds": self.stream(2)}
+        made.Stream = type("Stream", (), {**known, "from_external": self.from_external})
         made.Event = lambda disable_timing=False: _Event(self)
         made.Device = lambda number: contextlib.nullcontext()
         made.get_current_stream = lambda: self.current

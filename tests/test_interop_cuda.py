@@ -419,9 +419,6 @@ def test_steps_take_streams_of_every_form_and_keep_them(made: Any, cuda: FakeCud
     assert gone() is not None, "its library would destroy it"
     with pytest.raises(ArgumentError, match="stream is 'fast'; a CUDA stream is needed"):
         made("fast")
-    del user
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize("default", [0, LEGACY, PER_THREAD, _Protocol((0, LEGACY))])

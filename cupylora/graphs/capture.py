@@ -141,7 +141,6 @@ class CudaRecorder(Recorder):
 
         self._cupy = cupy
         self._device = _Device(cupy.cuda.runtime)
-        self._given = stream  # CuPy's view of another library's stream does not keep it
         new = cupy.cuda.Stream
         self.stream = new(non_blocking=True) if stream is None else as_stream("stream", stream)
         handle = int(self.stream.ptr)

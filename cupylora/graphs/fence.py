@@ -61,7 +61,6 @@ class CudaFence(StepFence):
         import cupy
 
         super().__init__()
-        self._given = stream  # CuPy's view of another library's stream does not keep it
         self._stream = as_stream("stream", stream)
         self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(depth)]
         self._running: deque[Any] = deque()

@@ -136,7 +136,6 @@ class _PinnedStaging:
         self._addresses = [int(place.ctypes.data) for place in ring]
         self._copied = [cuda.Event(disable_timing=True) for _ in range(depth)]
         self._target, self._item, self._next = backend.address(target), item, 0
-        self._given = stream  # CuPy's view of another library's stream does not keep it
         self._copy, self._stream = cuda.runtime.memcpyAsync, as_stream("stream", stream)
         self._to_device = cuda.runtime.memcpyHostToDevice
 

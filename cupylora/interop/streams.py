@@ -67,20 +67,32 @@ def _handle(name: str, stream: Any, number: Any) -> int:
     return handle
 
 
+class _Foreign:
+    """A stream by its handle, as CuPy takes it: CuPy keeps this, and this its library's object."""
+
+    def __init__(self, handle: int, owner: object) -> None:
+        self._handle, self.owner = handle, owner
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return _PROTOCOL, self._handle
+
+
 def as_stream(name: str, stream: Any) -> Any:
-    """CuPy's stream for a stream in any form; the caller keeps ``stream`` alive.
+    """CuPy's stream for a stream in any form; it keeps what it was made from.
 
     One of CuPy's own is returned as it is. Raises ArgumentError as ``stream_handle`` does.
     """
     import cupy
 
-    cuda = cupy.cuda
-    if isinstance(stream, (cuda.Stream, cuda.ExternalStream)):
+    of_cupy = cupy.cuda.Stream
+    if isinstance(stream, of_cupy):
         return stream
     handle = stream_handle(name, stream)
     if handle in (0, _LEGACY):
-        return cuda.Stream.null
-    return cuda.Stream.ptds if handle == _PER_THREAD else cuda.ExternalStream(handle)
+        return of_cupy.null
+    if handle == _PER_THREAD:
+        return of_cupy.ptds
+    return of_cupy.from_external(_Foreign(handle, stream))
 
 
 @contextlib.contextmanager
