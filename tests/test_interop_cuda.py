@@ -490,3 +490,14 @@ def test_scratch_and_the_error_word_may_be_foreign(cuda: FakeCuda) -> None:
     fixed = describe(word, data=(word.ctypes.data, True))
     with pytest.raises(ArgumentError, match="status is exported as read-only"):
         ops.route(ids, slots, **case.sizes, workspace=describe(room), status=fixed)  # type: ignore[arg-type]
+
+
+def test_a_view_on_a_device_has_its_consumer_wait(cuda: FakeCuda) -> None:
+    array = _array(2)
+    view = ArrayView(array.ctypes.data, (2,), "f2", 0, stream=THEIRS)
+    assert view.__dlpack_device__() == (CUDA, 0)
+    view.__dlpack__(stream=OURS)
+    assert cuda.log == [("record", THEIRS), ("wait", OURS, THEIRS)]
+    view.__dlpack__(stream=-1)
+    ArrayView(array.ctypes.data, (2,), "f2", 0).__dlpack__(stream=OURS)
+    assert len(cuda.log) == 2

@@ -16,6 +16,7 @@ from cupylora import ops
 from cupylora.backend import NumpyBackend
 from cupylora.dtypes import BFLOAT16
 from cupylora.errors import ArgumentError
+from cupylora.interop import export
 from cupylora.interop.convert import borrow
 from cupylora.interop.view import ArrayView
 
@@ -262,3 +263,73 @@ def test_a_backend_views_what_many_calls_are_given() -> None:
     assert producer.deleted == 0
     del view
     assert producer.deleted == 1
+
+
+# --- out again -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrays(), st.booleans())
+def test_a_view_exports_what_it_is(array: np.ndarray, versioned: bool) -> None:
+    """Read back by the import here, which is tested on a producer by hand."""
+    if any(stride % array.itemsize for stride in array.strides):
+        return
+    view = ArrayView.of(array)
+    if not (versioned or array.flags.writeable):
+        with pytest.raises(ArgumentError, match=r"read-only, which DLPack before 1\.0 cannot"):
+            view.__dlpack__()
+        return
+    taken = borrow("x", _Other(view, versioned), on_device=False)
+    assert (taken.dtype, taken.shape) == (array.dtype, array.shape)
+    assert taken.tobytes() == array.tobytes()
+    if array.size:
+        assert taken.ctypes.data == array.ctypes.data
+        assert taken.flags.writeable == array.flags.writeable
+    del taken
+    assert not export._live
+
+
+class _Other:
+    """A view as another library's array would be."""
+
+    def __init__(self, view: ArrayView, versioned: bool) -> None:
+        self.view, self.versioned = view, versioned
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.view.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.view.__dlpack__(**(options if self.versioned else {}))
+
+
+def test_an_exported_array_lives_as_long_as_its_importer() -> None:
+    array = np.zeros((2, 3), np.float32)
+    array[...] = [[0, 1, 2], [3, 4, 5]]
+    address = array.ctypes.data
+    imported = np.from_dlpack(ArrayView.of(array[:, ::-1]))  # type: ignore[arg-type]
+    gone = weakref.ref(array)
+    expected = array[:, ::-1].tobytes()
+    del array
+    gc.collect()
+    assert gone() is not None
+    assert imported.ctypes.data == address + 8
+    assert imported.tobytes() == expected
+    del imported
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_capsule_that_nobody_takes_is_given_back() -> None:
+    capsules = [ArrayView.of(_bf16(3)).__dlpack__(max_version=v) for v in (None, (1, 0))]
+    assert len(export._live) == 2
+    del capsules
+    assert not export._live
+
+
+def test_a_view_is_exported_where_it_is_or_not_at_all() -> None:
+    view = ArrayView.of(_bf16(3))
+    for options in ({"copy": True}, {"dl_device": (2, 0)}):
+        with pytest.raises(BufferError, match="exported where it is, without a copy"):
+            view.__dlpack__(**options)
+    with pytest.raises(ArgumentError, match=r"complex64 .* has no form in DLPack"):
+        ArrayView.of(np.zeros(2, np.complex64)).__dlpack__()

@@ -16,7 +16,7 @@ import numpy as np
 from cupylora.checks import is_on_device
 from cupylora.dtypes import BFLOAT16
 from cupylora.errors import ArgumentError
-from cupylora.interop import dlpack
+from cupylora.interop import dlpack, layout
 from cupylora.interop.cuda_interface import read_interface
 from cupylora.interop.kinds import is_foreign, is_own
 from cupylora.interop.lifetimes import Lease, release_finished
@@ -43,7 +43,7 @@ def lives_on_device(value: Any) -> bool:
         return value.device != "cpu"
     if hasattr(value, "__dlpack_device__"):
         kind, _ = dlpack.device_of("the first argument", value)
-        return kind not in (dlpack.CPU, dlpack.CUDA_HOST)
+        return kind not in (layout.CPU, layout.CUDA_HOST)
     return True
 
 
@@ -107,7 +107,7 @@ def _host_view(name: str, value: Any, written: bool) -> Array:
             f"{_TO_HOST}"
         )
     kind, number = dlpack.device_of(name, value)
-    if kind not in (dlpack.CPU, dlpack.CUDA_HOST):
+    if kind not in (layout.CPU, layout.CUDA_HOST):
         raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_HOST}")
     found = dlpack.export(name, value, None)
     _require_writable(name, found.read_only, written)
@@ -161,9 +161,9 @@ def _device_view(name: str, value: Any, written: bool) -> Array:
     if not hasattr(value, "__dlpack_device__"):
         return _interface_view(name, value, written, stream, here)
     kind, number = dlpack.device_of(name, value)
-    if kind not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
+    if kind not in (layout.CUDA, layout.CUDA_MANAGED):
         raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_DEVICE}")
-    if kind == dlpack.CUDA:
+    if kind == layout.CUDA:
         _require_here(name, number, here)
     found = dlpack.export(name, value, dlpack_stream(value, int(stream.ptr)))
     _require_writable(name, found.read_only, written)
@@ -229,11 +229,11 @@ def _require_device_pointer(name: str, pointer: int, here: int) -> None:
 
 def _place(kind: int, number: int) -> str:
     """Memory of DLPack's ``kind`` in words."""
-    if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED):
-        managed = "managed memory of " if kind == dlpack.CUDA_MANAGED else ""
+    if kind in (layout.CUDA, layout.CUDA_MANAGED):
+        managed = "managed memory of " if kind == layout.CUDA_MANAGED else ""
         return f"in {managed}CUDA device {number}" if managed else f"on CUDA device {number}"
-    if kind == dlpack.CPU:
+    if kind == layout.CPU:
         return "in host memory"
-    if kind == dlpack.CUDA_HOST:
+    if kind == layout.CUDA_HOST:
         return "in pinned host memory"
     return f"on a device of another make (DLPack type {kind}, number {number})"

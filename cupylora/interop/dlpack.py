@@ -11,50 +11,28 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupylora.dtypes import BFLOAT16
 from cupylora.errors import ArgumentError
+from cupylora.interop import layout
 
-__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Exported", "device_of", "export"]
+__all__ = ["Exported", "device_of", "export"]
 
-CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-"""Kinds of memory by DLPack's numbers: host, a CUDA device's, pinned host, managed."""
-
-_VERSION = (1, 0)
-_LEGACY, _VERSIONED = b"dltensor", b"dltensor_versioned"
-_USED = {_LEGACY: b"used_dltensor", _VERSIONED: b"used_dltensor_versioned"}
-_READ_ONLY, _COPIED = 1, 2
-
-# Data, device type and number, ndim, type (code, bits, lanes), shape, strides, byte offset.
-_TENSOR = "QiiiBBHQQQ"
-_LEGACY_FIELDS = struct.Struct(f"@{_TENSOR}QQ")  # the tensor, manager_ctx, deleter
-_VERSIONED_HEAD = struct.Struct("@IIQQQ")  # major, minor, manager_ctx, deleter, flags
-_TENSOR_FIELDS = struct.Struct(f"@{_TENSOR}")
-
-_INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
-_DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
-    **{(_INT, 8 * size, 1): np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
-    **{(_UINT, 8 * size, 1): np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
-    **{(_FLOAT, 8 * size, 1): np.dtype(f"f{size}") for size in (2, 4, 8)},
-    (_BFLOAT, 16, 1): BFLOAT16,
-    (_BOOL, 8, 1): np.dtype(np.bool_),
+_USED = {
+    layout.LEGACY: b"used_dltensor",
+    layout.VERSIONED: b"used_dltensor_versioned",
 }
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def _python_function(name: str, result: Any, *arguments: Any) -> Any:
-    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
-
-
-_name_of = _python_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
-_pointer = _python_function(
+_name_of = layout.python_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
+_pointer = layout.python_function(
     "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
 )
-_rename = _python_function("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
+_rename = layout.python_function(
+    "PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p
+)
 
 
 class _Owner:
@@ -67,8 +45,8 @@ class _Owner:
 
     def __del__(self) -> None:
         deleter, self._deleter = self._deleter, 0
-        if deleter:
-            _Deleter(deleter)(self._address)
+        if deleter and not sys.is_finalizing():
+            layout.Deleter(deleter)(self._address)
 
 
 class Exported(NamedTuple):
@@ -114,7 +92,7 @@ def _capsule(name: str, value: Any, stream: int | None) -> Any:
     options: dict[str, Any] = {} if stream is None else {"stream": stream}
     try:
         try:
-            return value.__dlpack__(max_version=_VERSION, copy=False, **options)
+            return value.__dlpack__(max_version=layout.VERSION, copy=False, **options)
         except TypeError:  # older than DLPack 1.0
             return value.__dlpack__(**options)
     except Exception as error:
@@ -136,33 +114,35 @@ def _take(name: str, capsule: Any) -> Exported:
     address = _pointer(capsule, label)
     # From here on the memory is ours to give back, whatever is found in it.
     _rename(capsule, _USED[label])
-    if label == _LEGACY:
-        *tensor, _, deleter = _LEGACY_FIELDS.unpack(ctypes.string_at(address, _LEGACY_FIELDS.size))
+    if label == layout.LEGACY:
+        *tensor, _, deleter = layout.LEGACY_FIELDS.unpack(
+            ctypes.string_at(address, layout.LEGACY_FIELDS.size)
+        )
         return _exported(name, tensor, _Owner(address, deleter), read_only=False)
     return _take_versioned(name, address)
 
 
 def _take_versioned(name: str, address: int) -> Exported:
-    head = _VERSIONED_HEAD.unpack(ctypes.string_at(address, _VERSIONED_HEAD.size))
+    head = layout.VERSIONED_HEAD.unpack(ctypes.string_at(address, layout.VERSIONED_HEAD.size))
     major, minor, _, deleter, flags = head
     owner = _Owner(address, deleter)
-    if major != _VERSION[0]:
+    if major != layout.VERSION[0]:
         raise ArgumentError(
-            f"{name} is exported as DLPack {major}.{minor}; {_VERSION[0]}.x is understood"
+            f"{name} is exported as DLPack {major}.{minor}; {layout.VERSION[0]}.x is understood"
         )
-    if flags & _COPIED:
+    if flags & layout.COPIED:
         raise ArgumentError(
             f"{name} was copied by its producer for DLPack, so that nothing written would be seen "
             "and every call would copy; give an array that can be exported as it is"
         )
-    start = address + _VERSIONED_HEAD.size
-    tensor = _TENSOR_FIELDS.unpack(ctypes.string_at(start, _TENSOR_FIELDS.size))
-    return _exported(name, tensor, owner, read_only=bool(flags & _READ_ONLY))
+    start = address + layout.VERSIONED_HEAD.size
+    tensor = layout.TENSOR_FIELDS.unpack(ctypes.string_at(start, layout.TENSOR_FIELDS.size))
+    return _exported(name, tensor, owner, read_only=bool(flags & layout.READ_ONLY))
 
 
 def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Exported:
     data, device_type, device, ndim, code, bits, lanes, shape_at, strides_at, offset = tensor
-    dtype = _DTYPES.get((code, bits, lanes))
+    dtype = layout.DTYPES.get((code, bits, lanes))
     if dtype is None:
         raise ArgumentError(
             f"{name} has an element type that is not understood (DLPack code {code}, {bits} bits, "

@@ -1,7 +1,8 @@
 """``ArrayView``: memory that a caller names by its address.
 
 For hosts whose buffers no Python library owns: a TensorRT binding, a C server's arena. In: an
-address and what lies there. Out: an argument like any other array.
+address and what lies there. Out: an argument like any other array, and a DLPack export for whoever
+else needs it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ import numpy.typing as npt
 
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
+from cupylora.interop import layout
+from cupylora.interop.export import make_capsule
+from cupylora.interop.streams import as_stream, order_behind
+from cupylora.worklists import Array
 
 __all__ = ["ArrayView"]
+
+_NO_WAIT = -1
+"""A DLPack consumer's word for having seen to the order itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +37,9 @@ class ArrayView:
     C-contiguous. writable: False refuses it as an output. stream: what writes it, in any form that
     a stream may have (see ``use_stream``): work waits for what is enqueued there; None: the caller
     has seen to that. owner: kept alive as long as work that was enqueued with this view.
+
+    It exports itself by DLPack, bfloat16 included: ``jax.dlpack.from_dlpack(ArrayView.of(result))``
+    works where NumPy's arrays of bfloat16 refuse.
 
     Nothing can tell whether the memory is what is said: a wrong address is read and written.
     Raises ArgumentError naming a field that cannot be.
@@ -62,6 +73,56 @@ class ArrayView:
         checked = {"pointer": pointer, "shape": shape, "strides": strides, "device": device}
         for name, value in (*checked.items(), ("dtype", _dtype(self.dtype))):
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, array: Array) -> ArrayView:
+        """A view of a NumPy or CuPy array, which it keeps."""
+        on_device = not isinstance(array, np.ndarray)
+        return cls(
+            int(array.data.ptr) if on_device else int(array.ctypes.data),
+            tuple(array.shape),
+            array.dtype,
+            int(array.device.id) if on_device else "cpu",
+            strides=tuple(array.strides),
+            writable=on_device or bool(array.flags.writeable),
+            owner=array,
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (layout.CPU, 0) if self.device == "cpu" else (layout.CUDA, int(self.device))
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule, as the array API standard has it; ``stream`` waits for the view's own."""
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("an ArrayView is exported where it is, without a copy")
+        if self.stream is not None and self.device != "cpu" and stream != _NO_WAIT:
+            order_behind("the view", self.stream, as_stream("stream", stream or 0))
+        return make_capsule(
+            self.pointer,
+            self.shape,
+            self._byte_strides(),
+            np.dtype(self.dtype),
+            self.__dlpack_device__(),
+            writable=self.writable,
+            versioned=max_version is not None and max_version >= layout.VERSION,
+            owner=self,
+        )
+
+    def _byte_strides(self) -> tuple[int, ...]:
+        if self.strides is not None:
+            return self.strides
+        strides, step = [], np.dtype(self.dtype).itemsize
+        for extent in reversed(self.shape):
+            strides.append(step)
+            step *= max(1, extent)
+        return tuple(reversed(strides))
 
 
 def _integer(field: str, value: Any) -> int:
