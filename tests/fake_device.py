@@ -38,6 +38,7 @@ class FakeArray:
             host.size,
         )
         self.data = types.SimpleNamespace(ptr=host.ctypes.data)
+        self.strides, self.device = host.strides, types.SimpleNamespace(id=0)
 
     def __len__(self) -> int:
         return len(self.host)

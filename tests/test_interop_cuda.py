@@ -499,5 +499,9 @@ def test_a_view_on_a_device_has_its_consumer_wait(cuda: FakeCuda) -> None:
     view.__dlpack__(stream=OURS)
     assert cuda.log == [("record", THEIRS), ("wait", OURS, THEIRS)]
     view.__dlpack__(stream=-1)
+    with cuda.stream(THEIRS):
+        of_ours = ArrayView.of(own(array[::-1]))
+    assert (of_ours.pointer, of_ours.strides, of_ours.device) == (array.ctypes.data + 2, (-2,), 0)
+    assert of_ours.stream is cuda.stream(THEIRS), "where it was made"
     ArrayView(array.ctypes.data, (2,), "f2", 0).__dlpack__(stream=OURS)
     assert len(cuda.log) == 2

@@ -76,17 +76,16 @@ class ArrayView:
 
     @classmethod
     def of(cls, array: Array) -> ArrayView:
-        """A view of a NumPy or CuPy array, which it keeps."""
-        on_device = not isinstance(array, np.ndarray)
-        return cls(
-            int(array.data.ptr) if on_device else int(array.ctypes.data),
-            tuple(array.shape),
-            array.dtype,
-            int(array.device.id) if on_device else "cpu",
-            strides=tuple(array.strides),
-            writable=on_device or bool(array.flags.writeable),
-            owner=array,
-        )
+        """A view of a NumPy or CuPy array, which it keeps; of CuPy's: written on the current
+        stream, which its importers wait for."""
+        shape, strides = tuple(array.shape), tuple(array.strides)
+        if isinstance(array, np.ndarray):
+            writable, at = bool(array.flags.writeable), int(array.ctypes.data)
+            return cls(at, shape, array.dtype, "cpu", strides, writable, owner=array)
+        import cupy
+
+        at, device, stream = int(array.data.ptr), array.device.id, cupy.cuda.get_current_stream()
+        return cls(at, shape, array.dtype, device, strides, stream=stream, owner=array)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (layout.CPU, 0) if self.device == "cpu" else (layout.CUDA, int(self.device))
