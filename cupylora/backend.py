@@ -93,6 +93,15 @@ class ArrayBackend(ABC):
         CapacityError where there is none."""
 
     @abstractmethod
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes of a ``host_buffer`` to a uint8 array of equal size here, in stream order; the
+        buffer is read until then."""
+
+    @abstractmethod
+    def wait_for(self, mark: Any) -> None:
+        """Wait until work enqueued before a mark is over."""
+
+    @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
         """Make a C-contiguous array's content that of another one here, of equal dtype and shape,
         in stream order."""
@@ -149,6 +158,13 @@ class NumpyBackend(ArrayBackend):
         """Any memory."""
         buffer: npt.NDArray[np.uint8] = self.empty(nbytes, np.uint8)
         return buffer
+
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy all bytes."""
+        target[...] = host
+
+    def wait_for(self, mark: Any) -> None:
+        """Nothing to wait for."""
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all elements."""
@@ -232,6 +248,18 @@ class CudaBackend(ArrayBackend):
                 "host cache"
             ) from error
         return np.frombuffer(memory, np.uint8, nbytes)
+
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy all bytes on the current stream, and return at once."""
+        cuda = self.xp.cuda
+        kind, stream = cuda.runtime.memcpyHostToDevice, cuda.get_current_stream().ptr
+        if host.size:
+            address = self.address(target)
+            cuda.runtime.memcpyAsync(address, host.ctypes.data, host.nbytes, kind, stream)
+
+    def wait_for(self, mark: Any) -> None:
+        """Wait for an event."""
+        mark.synchronize()
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all bytes on the current stream, with no kernel, whatever the dtype."""

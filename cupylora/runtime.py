@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter
+from cupylora.adapters.importing import Importer
 from cupylora.adapters.leases import SlotLeases
 from cupylora.adapters.packed import PackedAdapter
 from cupylora.adapters.peft import read_adapter
@@ -160,6 +161,8 @@ class LoraRuntime:
         if host_cache_bytes is not None:
             allocate = self.backend.host_buffer
             self.store = AdapterStore(table, budget_bytes=host_cache_bytes, allocate=allocate)
+        # On a CPU its way is longer than the host's own.
+        self._importer = Importer(self.backend) if self.backend.on_device else None
         self._loader: ThreadPoolExecutor | None = None
         self.leases = SlotLeases(table.limits.max_loras, self._fence)
         self._graphs: StepGraphs | None = None
@@ -202,16 +205,14 @@ class LoraRuntime:
         until the new one is in place. With a host cache the packed adapter is kept there, and
         ``adapter`` may be left out for one that is. pin: whether its slot may be taken by other
         loads; None: as it was, no at first. progress: told what is being done ("reading",
-        "packing", "copying", "placing"). Returns the slot.
+        "packing", "copying", "caching", "placing"). Returns the slot.
 
         Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot or
         no room; what served before goes on serving then.
         """
         say = self._check_load(name, adapter, keep, pin, progress)
         with self._loading, self.recorder.on_device():
-            content = self._content(name, adapter, say)
-            say("copying")
-            stored = self._stored(lambda: self.table.store(content))
+            stored = self._load_to_room(name, adapter, say)
             try:
                 say("placing")
                 return self._place(name, stored, keep, pin)
@@ -299,18 +300,54 @@ class LoraRuntime:
         self._refuse_inside("load")
         return progress or (lambda _: None)
 
-    def _content(
+    def _load_to_room(
+        self, name: str, adapter: Adapter | str | Path | None, say: Callable[[str], object]
+    ) -> StoredAdapter:
+        """An adapter in free room: from the host cache, or by way of it where there is one."""
+        content: Adapter | PackedAdapter | str | Path | None = adapter
+        if content is None and self.store is not None:
+            content = self.store.find(name)
+        if isinstance(content, str | Path) and self._importer is not None:
+            return self._import(self._importer, name, content, say)
+        ready = content if isinstance(content, PackedAdapter) else self._read(name, content, say)
+        say("copying")
+        return self._stored(lambda: self.table.store(ready))
+
+    def _read(
         self, name: str, adapter: Adapter | str | Path | None, say: Callable[[str], object]
     ) -> Adapter | PackedAdapter:
-        """What is to be copied to the device, from the host cache where there is one."""
+        """An adapter in host memory, kept in the host cache where there is one."""
+        if adapter is None:  # ``_check_load`` has seen to it
+            raise ArgumentError("adapter is left out")
         if self.store is not None:
-            if adapter is None:
-                return self.store.get(name, say)
             return self.store.put(name, adapter, say)
         if isinstance(adapter, Adapter):
             return replace(adapter, name=name)
         say("reading")
-        return read_adapter(_given(adapter), self.table.model, name=name)
+        return read_adapter(adapter, self.table.model, name=name)
+
+    def _import(
+        self, importer: Importer, name: str, path: str | Path, say: Callable[[str], object]
+    ) -> StoredAdapter:
+        """Files to free room by way of the device, and from there to the host cache."""
+        stored = self._stored(lambda: importer.store(path, self.table, name=name, say=say))
+        if self.store is None:
+            return stored
+        try:
+            say("caching")
+            self._keep(self.store, name, stored, path)
+        except BaseException:
+            self.table.discard(stored)
+            raise
+        return stored
+
+    def _keep(
+        self, store: AdapterStore, name: str, stored: StoredAdapter, path: str | Path
+    ) -> None:
+        """Copy what is in room on the device to the host cache."""
+        with contextlib.nullcontext() if self._copies is None else self._copies:
+            packed = self.table.read_back(stored, self.backend.host_buffer)
+        store.keep(name, packed, path)
 
     def unload(self, name: str) -> None:
         """``name`` serves no more from the next step on. Its slot and room are taken again once
@@ -360,10 +397,14 @@ class LoraRuntime:
         return self._copied(write)
 
     def _copied(self, write: Callable[[], StoredAdapter]) -> StoredAdapter:
-        """Written, and the copies over: what they read may go or change afterwards."""
-        with self._copying():
+        """Written, and the copies over: what they read may go or change afterwards.
+
+        No step waits for them: none reads this room before ``_place``.
+        """
+        if self._copies is None:
+            return write()
+        with self._copies:
             stored = write()
-        if self._copies is not None:
             self._copies.synchronize()
         return stored
 
@@ -623,12 +664,6 @@ class LoraRuntime:
                     raise GraphError(f"{what} was called from inside a step or a capture")
             finally:
                 self._lock.release()
-
-
-def _given(adapter: str | Path | None) -> str | Path:
-    if adapter is None:  # ``_check_load`` has seen to it
-        raise ArgumentError("adapter is left out")
-    return adapter
 
 
 def _wait_for_all(fence: StepFence) -> None:

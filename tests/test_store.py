@@ -106,7 +106,7 @@ def test_a_packed_adapter_is_stored_as_a_plain_one(layout: int, kind: str) -> No
 def test_blocks_that_stand_apart_are_copied_apart() -> None:
     table, given = tiny_table(), tiny(1)
     form = pack_adapter(given, TINY, table.limits, table.dtype, PACKED, lambda n: np.ones(n, "u1"))
-    holes = [table.arena.alloc(size) for size in form.sizes for _ in range(2)]
+    holes = [table.arena.alloc(size) for size in form.layout.sizes for _ in range(2)]
     for hole in holes[::2]:
         table.arena.free(hole)
     table.place(0, table.store(form))
@@ -165,7 +165,7 @@ def test_equal_content_is_kept_once_whatever_it_is_called(tmp_path: Path) -> Non
     copy = shutil.copytree(DEMO / "contracts-r8", tmp_path / "copy")
     one, two = store.put("one", DEMO / "contracts-r8"), store.put("two", copy)
     assert one.buffer is two.buffer
-    assert (one.name, two.name) == ("one", "two")
+    assert (one.layout.name, two.layout.name) == ("one", "two")
     assert store.nbytes == one.nbytes
     other = store.put("three", tiny(1))
     near = tiny(1)
@@ -318,12 +318,18 @@ def arrays_of(backend: ArrayBackend, given: Adapter) -> dict[tuple[int, str], Fa
 
 @pytest.mark.parametrize("shared", [(), ("up_proj", "q_proj")])
 def test_arrays_on_the_device_are_loaded(backend: ArrayBackend, shared: tuple[str, ...]) -> None:
-    """A stays row-major there, which changes no bit of the results."""
+    """As the same factors are from host memory, to the byte."""
     made, plain = serving(backend), serving(backend)
     given = adapter(3, shared=shared)
     arrays = arrays_of(backend, given)
     made.runtime.load_arrays("a", arrays)
     plain.runtime.load("a", given)
+    tables = (made.runtime.table, plain.runtime.table)
+    infos = [table.slots[0] for table in tables]
+    assert None not in infos
+    assert infos[0].arena_bytes == infos[1].arena_bytes  # type: ignore[union-attr]
+    held = [backend.to_host(t.arena.buffer[: t.arena.used_bytes]).tobytes() for t in tables]
+    assert held[0] == held[1]
     for value in arrays.values():  # the caller's own again
         backend.clear(value.b)
     expected = plain.run(inputs_of(plain, "a", None))

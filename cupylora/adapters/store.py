@@ -107,12 +107,19 @@ class AdapterStore:
         """
         with self._packing:
             path = None if isinstance(adapter, Adapter) else Path(adapter)
-            packed = self._pack(name, adapter, say)
-            with self._lock:
-                packed = self._shared(packed)
-                self._make_room(packed, beside=name)
-                self._entries.pop(name, None)
-                self._entries[name] = _Entry(path, packed)
+            return self.keep(name, self._pack(name, adapter, say), path)
+
+    def keep(self, name: str, packed: PackedAdapter, path: str | Path | None) -> PackedAdapter:
+        """``put`` of what is packed already; path: where it can be read again, None: nowhere.
+
+        Raises CapacityError as ``put`` does.
+        """
+        check_type("packed", packed, PackedAdapter)
+        with self._lock:
+            packed = self._shared(_named(packed, name))
+            self._make_room(packed, beside=name)
+            self._entries.pop(name, None)
+            self._entries[name] = _Entry(None if path is None else Path(path), packed)
         return packed
 
     def get(self, name: str, say: Say = lambda _: None) -> PackedAdapter:
@@ -120,16 +127,23 @@ class AdapterStore:
 
         Raises ArgumentError for a name that is not known, and as ``put`` does where it is read.
         """
+        found = self.find(name)
+        return self.put(name, found, say) if isinstance(found, Path) else found
+
+    def find(self, name: str) -> PackedAdapter | Path:
+        """The adapter ``name``, or where it can be read again if its buffer went.
+
+        Raises ArgumentError for a name that is not known.
+        """
         with self._lock:
             entry = self._known(name)
             self._entries[name] = self._entries.pop(name)  # used last
             if entry.packed is not None:
                 self._counts = replace(self._counts, hits=self._counts.hits + 1)
-                return replace(entry.packed, name=name)
-            path = entry.path
-        if path is None:  # what cannot be read again is never let go
-            raise ArgumentError(f"adapter {shown(name)} is not in memory")
-        return self.put(name, path, say)
+                return _named(entry.packed, name)
+            if entry.path is None:  # what cannot be read again is never let go
+                raise ArgumentError(f"adapter {shown(name)} is not in memory")
+            return entry.path
 
     def drop(self, name: str) -> None:
         """Forget ``name``. Raises ArgumentError if it is not known."""
@@ -186,9 +200,9 @@ class AdapterStore:
         needed = self._bytes_of(kept, gone, packed)
         if needed > self.budget_bytes:
             raise CapacityError(
-                f"adapter {shown(packed.name)} has {byte_size(packed.nbytes)}; with what cannot be "
-                f"read again that is {needed} bytes, and the host cache has {self.budget_bytes}; "
-                "drop adapters or make it larger"
+                f"adapter {shown(packed.layout.name)} has {byte_size(packed.nbytes)}; with what "
+                f"cannot be read again that is {needed} bytes, and the host cache has "
+                f"{self.budget_bytes}; drop adapters or make it larger"
             )
         for name in gone:
             kept[name].packed = None
@@ -207,10 +221,15 @@ class AdapterStore:
         return sum({id(p.buffer): p.nbytes for p in held if p is not None}.values())
 
 
+def _named(packed: PackedAdapter, name: str) -> PackedAdapter:
+    return replace(packed, layout=replace(packed.layout, name=name))
+
+
 def _digest(packed: PackedAdapter) -> bytes:
     """Of the table rows and of samples across the buffer: equal for equal content."""
-    found = hashlib.blake2b(packed.records.tobytes(), digest_size=16)
-    found.update(str((packed.dtype, packed.a_layout, packed.sizes)).encode())
+    layout = packed.layout
+    found = hashlib.blake2b(layout.records.tobytes(), digest_size=16)
+    found.update(str((layout.dtype, layout.a_layout, layout.sizes)).encode())
     step = max(_SAMPLE_BYTES, packed.nbytes // _SAMPLES)
     for start in range(0, packed.nbytes, step):
         found.update(packed.buffer[start : start + _SAMPLE_BYTES].tobytes())
