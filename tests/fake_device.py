@@ -46,6 +46,12 @@ class FakeArray:
     def __getitem__(self, key: Any) -> FakeArray:
         return FakeArray(self.host[key])
 
+    def view(self, dtype: Any) -> FakeArray:
+        """The same bytes as another type."""
+        made = FakeArray(self.host.view(dtype))
+        made.memory = self.memory
+        return made
+
     def get(self) -> np.ndarray:
         """A copy on the host."""
         return self.host.copy()

@@ -42,7 +42,7 @@ def cuda() -> Iterator[FakeCuda]:
             stream.busy = False
         made.capturing.clear()
         lifetimes.release_finished()
-        assert not lifetimes._held
+        assert not any(lifetimes._held.values())
 
 
 def _take(value: Any, *, written: bool = False, name: str = "x") -> Any:
@@ -116,6 +116,20 @@ def test_an_object_without_the_entries_it_promises_is_refused(cuda: FakeCuda) ->
 
     with pytest.raises(ArgumentError, match=r"x is a Host that shows no .*: it is on the CPU"):
         _take(Host())
+
+
+def test_dlpack_without_a_device_needs_the_interface_beside_it(cuda: FakeCuda) -> None:
+    class Half:
+        def __dlpack__(self, **_: Any) -> Any:
+            raise AssertionError("it must not be asked")
+
+    class Both(Half):
+        __cuda_array_interface__ = describe(_array(2)).__cuda_array_interface__
+
+    assert _take(Both()).shape == (2,)
+    for on_device in (True, False):
+        with pytest.raises(ArgumentError, match="x is a Half that does not tell its device"):
+            borrow("x", Half(), on_device=on_device)
 
 
 def test_protocols_of_an_instance_count_too(cuda: FakeCuda) -> None:
@@ -298,6 +312,22 @@ def test_an_interfaces_object_is_kept_as_well(cuda: FakeCuda) -> None:
         assert gone() is None
 
 
+def test_streams_do_not_hold_up_one_another(cuda: FakeCuda) -> None:
+    first, second = (Producer(_array(2), device=(CUDA, 0)) for _ in range(2))
+    with cuda.stream(OURS) as ours:
+        ours.busy = True
+        _take(first)
+    with cuda.stream(THEIRS):
+        _take(second)
+    assert (first.deleted, second.deleted) == (0, 1)
+
+
+def test_events_are_used_again(cuda: FakeCuda) -> None:
+    for _ in range(5):
+        _take(Producer(_array(2), device=(CUDA, 0)))
+    assert len(streams._events[0]) == 1
+
+
 def test_no_event_joins_a_capture(cuda: FakeCuda) -> None:
     """It could not be asked afterwards; what was enqueued before the capture is still guarded."""
     producer = Producer(_array(2), device=(CUDA, 0))
@@ -386,7 +416,7 @@ def test_what_is_no_stream_is_refused(stream: Any, message: str, cuda: FakeCuda)
 
 
 def test_ops_go_to_the_stream_in_use(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "require_cuda", lambda: None)
+    monkeypatch.setattr(streams, "_require_cuda", lambda: None)
     assert cuda.current.ptr == 0
     producer = Producer(_array(2), device=(CUDA, 0))
     with use_stream(_Protocol((0, THEIRS))):
@@ -445,10 +475,13 @@ def test_ops_hand_kernels_the_addresses_they_were_given(cuda: FakeCuda) -> None:
 def test_the_first_argument_decides_where_all_have_to_be(cuda: FakeCuda) -> None:
     case = random_case(1, 20, 2, 4, 3)
     ids, slots = case.topk_ids, case.token_to_slot
-    assert lives_on_device(describe(ids))
-    assert not lives_on_device(Producer(ids))
-    assert lives_on_device(Producer(ids, device=(CUDA, 0)))
-    assert lives_on_device(ArrayView(4096, (1,), "i4", 0))
+    for value, expected in (
+        (describe(ids), True),
+        (Producer(ids), False),
+        (Producer(ids, device=(CUDA, 0)), True),
+        (ArrayView(4096, (1,), "i4", 0), True),
+    ):
+        assert lives_on_device("ids", value) == expected
     with pytest.raises(ArgumentError, match="token_to_slot is in host memory; copy it to the dev"):
         ops.route(describe(ids), Producer(slots), **case.sizes)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="token_to_slot is a host array; a device array"):
@@ -482,7 +515,8 @@ def test_scratch_and_the_error_word_may_be_foreign(cuda: FakeCuda) -> None:
     size = ops.route_workspace_bytes(9000, 8, 4)
     room, word = np.zeros(size + 16, np.uint8), np.zeros(1, np.int32)
     room = room[-room.ctypes.data % 16 :][:size]
-    ops.route(ids, slots, **case.sizes, workspace=describe(room), status=describe(word))  # type: ignore[arg-type]
+    signed = describe(room.view(np.int8))  # as a Buffer of cuda.core
+    ops.route(ids, slots, **case.sizes, workspace=signed, status=describe(word))  # type: ignore[arg-type]
     _, kernel, arguments = cuda.log[0]
     assert kernel == "sort/digit_histogram"
     assert room.ctypes.data in arguments

@@ -33,18 +33,28 @@ _TO_HOST = "copy it to the host first, or use the cuda backend"
 _TO_DEVICE = "copy it to the device first (cupy.asarray), or use the numpy backend"
 
 
-def lives_on_device(value: Any) -> bool:
-    """Whether an array, ours or foreign, or the first array of a bundle, is in device memory."""
+def lives_on_device(name: str, value: Any) -> bool:
+    """Whether an array, ours or foreign, or the first array of a bundle, is in device memory.
+
+    Raises ArgumentError naming the argument ``name`` for a foreign one that does not say so.
+    """
     if isinstance(value, ArrayBundle):
         value = next(iter(vars(value).values()))
     if not is_foreign(value):
         return is_on_device(value)
     if isinstance(value, ArrayView):
         return value.device != "cpu"
+    if _only_interface(value):
+        return True
+    kind, _ = dlpack.device_of(name, value)
+    return kind not in (layout.CPU, layout.CUDA_HOST)
+
+
+def _only_interface(value: Any) -> bool:
+    """DLPack says more, so it goes first where there are both."""
     if hasattr(value, "__dlpack_device__"):
-        kind, _ = dlpack.device_of("the first argument", value)
-        return kind not in (layout.CPU, layout.CUDA_HOST)
-    return True
+        return False
+    return hasattr(value, "__cuda_array_interface__") or not hasattr(value, "__dlpack__")
 
 
 def borrow(name: str, value: Any, *, on_device: bool, written: bool = False) -> Any:
@@ -101,7 +111,7 @@ def _host_view(name: str, value: Any, written: bool) -> Array:
         return _host_array(
             value.pointer, value.shape, dtype, value.strides, not value.writable, value.owner
         )
-    if not hasattr(value, "__dlpack_device__"):
+    if _only_interface(value):
         raise ArgumentError(
             f"{name} is a {type(value).__name__} in device memory (__cuda_array_interface__); "
             f"{_TO_HOST}"
@@ -158,7 +168,7 @@ def _device_view(name: str, value: Any, written: bool) -> Array:
         return _device_array(
             name, value.pointer, value.shape, dtype, value.strides, owner, stream, here
         )
-    if not hasattr(value, "__dlpack_device__"):
+    if _only_interface(value):
         return _interface_view(name, value, written, stream, here)
     kind, number = dlpack.device_of(name, value)
     if kind not in (layout.CUDA, layout.CUDA_MANAGED):

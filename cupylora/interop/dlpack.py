@@ -56,8 +56,6 @@ class Exported(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     strides: tuple[int, ...] | None
-    device_type: int
-    device: int
     read_only: bool
     owner: object
 
@@ -141,7 +139,7 @@ def _take_versioned(name: str, address: int) -> Exported:
 
 
 def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Exported:
-    data, device_type, device, ndim, code, bits, lanes, shape_at, strides_at, offset = tensor
+    data, _, _, ndim, code, bits, lanes, shape_at, strides_at, offset = tensor
     dtype = layout.DTYPES.get((code, bits, lanes))
     if dtype is None:
         raise ArgumentError(
@@ -154,7 +152,7 @@ def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Expo
     size, strides = dtype.itemsize, None
     if strides_at:
         strides = tuple(size * stride for stride in _int64s(strides_at, ndim))
-    return Exported(data + offset, shape, dtype, strides, device_type, device, read_only, owner)
+    return Exported(data + offset, shape, dtype, strides, read_only, owner)
 
 
 def _int64s(address: int, count: int) -> tuple[int, ...]:

@@ -17,11 +17,12 @@ from collections import deque
 from typing import Any
 
 from cupylora.compiler import driver
+from cupylora.interop.streams import put_event_back, take_event
 
 __all__ = ["Lease", "release_finished"]
 
-_held: deque[tuple[Any, Lease]] = deque()
-"""Events (None: to be recorded outside a capture) and what goes when they have passed."""
+_held: dict[int, deque[_Kept]] = {}
+"""What waits for its stream, by the stream's handle, in the order of work."""
 
 
 class Lease:
@@ -33,51 +34,51 @@ class Lease:
         self._owner, self._stream, self._device = owner, stream, device
 
     def __del__(self) -> None:
-        if self._owner is None or sys.is_finalizing():
+        if sys.is_finalizing():
             return
-        kept = Lease(self._owner, self._stream, self._device)
-        self._owner = None
+        kept = _Kept(self._owner, self._stream, self._device)
         # Whatever goes wrong in the middle of someone's del statement: the owner stays held.
-        _held.append((None, kept))
-        with contextlib.suppress(Exception):
-            release_finished()
+        _held.setdefault(int(self._stream.ptr), deque()).append(kept)
+        with contextlib.suppress(Exception), driver.outside_captures():
+            kept.mark()
+            _release_finished()
 
-    def passed(self) -> Any:
-        """An event behind the stream's work, or None inside a capture: it would join the graph."""
-        import cupy
 
-        if driver.is_capturing(int(self._stream.ptr)):
-            return None
-        with cupy.cuda.Device(self._device):
-            event = cupy.cuda.Event(disable_timing=True)
+class _Kept:
+    """An owner without a view, and the event behind the last work that used it."""
+
+    def __init__(self, owner: object, stream: Any, device: int) -> None:
+        self._owner, self._stream, self._device = owner, stream, device
+        self._event: Any = None
+
+    def mark(self) -> None:
+        """Record the event, once; not inside a capture, which it would join."""
+        if self._event is None and not driver.is_capturing(int(self._stream.ptr)):
+            event = take_event(self._device)
             event.record(self._stream)
-        return event
+            self._event = event
+
+    def is_free(self) -> bool:
+        """Whether the work is over. Never waits."""
+        self.mark()
+        return self._event is not None and bool(self._event.done)
 
     def drop(self) -> None:
-        """The owner goes now."""
+        """The owner goes."""
+        put_event_back(self._device, self._event)
         self._owner = None
 
 
 def release_finished() -> None:
     """Let go of what no enqueued work uses any more. Never waits; safe from any thread."""
-    if _held:
+    if any(_held.values()):
         with driver.outside_captures():
             _release_finished()
 
 
 def _release_finished() -> None:
-    for _ in range(len(_held)):
-        try:
-            event, kept = _held.popleft()
-        except IndexError:  # another thread looks at them
-            return
-        done = False
-        try:
-            if event is None:
-                event = kept.passed()
-            done = event is not None and bool(event.done)
-        finally:
-            if done:
-                kept.drop()
-            else:
-                _held.append((event, kept))
+    for waiting in tuple(_held.values()):
+        # Another thread, or what an owner's end sets off, may take from it meanwhile.
+        with contextlib.suppress(IndexError):
+            while waiting[0].is_free():
+                waiting.popleft().drop()

@@ -11,6 +11,7 @@ outside it would void the graph, so that is refused before it is tried.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +21,15 @@ from cupylora.compiler import driver
 from cupylora.device import require_cuda
 from cupylora.errors import ArgumentError, GraphError
 
-__all__ = ["as_stream", "dlpack_stream", "order_behind", "stream_handle", "use_stream"]
+__all__ = [
+    "as_stream",
+    "dlpack_stream",
+    "order_behind",
+    "put_event_back",
+    "stream_handle",
+    "take_event",
+    "use_stream",
+]
 
 _LEGACY, _PER_THREAD = 1, 2
 _PROTOCOL = 0
@@ -28,6 +37,21 @@ _PROTOCOL = 0
 
 _events: dict[int, deque[Any]] = {}
 """By device: events that may be recorded anew. A wait enqueued on one keeps what it waits for."""
+
+
+def take_event(device: int) -> Any:
+    """An event of a device to record; ``put_event_back`` when nobody asks it any more."""
+    import cupy
+
+    with contextlib.suppress(KeyError, IndexError):
+        return _events[device].pop()
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Event(disable_timing=True)
+
+
+def put_event_back(device: int, event: Any) -> None:
+    """It may be recorded for something else now."""
+    _events.setdefault(device, deque()).append(event)
 
 
 def stream_handle(name: str, stream: Any) -> int:
@@ -103,9 +127,15 @@ def use_stream(stream: Any) -> Iterator[None]:
     neither needs to wait for the other. Raises ArgumentError for what is no stream,
     DeviceUnavailableError where CUDA is not ready.
     """
-    require_cuda()
+    _require_cuda()
     with as_stream("stream", stream):
         yield
+
+
+@functools.cache
+def _require_cuda() -> None:
+    """Found ready once, it stays so: a step may come here each time."""
+    require_cuda()
 
 
 def dlpack_stream(value: Any, current: int) -> int | None:
@@ -138,8 +168,8 @@ def order_behind(name: str, producer: Any, current: Any) -> None:
         )
     import cupy
 
-    pool = _events.setdefault(int(cupy.cuda.runtime.getDevice()), deque())
-    event = pool.pop() if pool else cupy.cuda.Event(disable_timing=True)
+    device = int(cupy.cuda.runtime.getDevice())
+    event = take_event(device)
     event.record(as_stream(name, producer))
     current.wait_event(event)
-    pool.append(event)
+    put_event_back(device, event)

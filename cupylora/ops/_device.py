@@ -90,6 +90,11 @@ def device_op(
     return bind
 
 
+def _as_bytes(array: Any) -> Any:
+    """Scratch is bytes of either sign: cuda.core exports a Buffer as int8."""
+    return array.view(np.uint8) if getattr(array, "dtype", None) == np.int8 else array
+
+
 def _lives_on_device(first: Any) -> bool:
     """Of an argument that is known to be ours."""
     if isinstance(first, ArrayBundle):
@@ -124,11 +129,13 @@ def _call_with_foreign(
     if len(given) < len(args) + len(kwargs):
         signature.bind(*args, **kwargs)  # raises TypeError: too many, or one given twice
     if on_device is None:
-        on_device = lives_on_device(next(iter(given.values())))
+        on_device = lives_on_device(*next(iter(given.items())))
     taken = {
         name: borrow(name, value, on_device=on_device, written=name in written)
         for name, value in given.items()
     }
+    if "workspace" in taken:
+        taken["workspace"] = _as_bytes(taken["workspace"])
     result = function(**taken)
     out = given.get("out")
     return result if out is None or taken["out"] is out else out
