@@ -72,8 +72,10 @@ class ArrayBackend(ABC):
         """An array of ``xp`` over the memory of ``array``, which may be another library's.
 
         For what is given to many calls, such as weights: they then convert nothing, and wait for
-        no one. It keeps ``array``'s memory; work is ordered behind what wrote it so far. writable:
-        it will be written. Raises ArgumentError naming ``name`` for what cannot be viewed here.
+        no one. Work on the current stream is ordered behind what wrote it so far. The view keeps
+        the memory, on a device until work on that stream is over, too; use it on no other, or see
+        to the rest yourself. writable: it will be written. Raises ArgumentError naming ``name`` for
+        what cannot be viewed here.
         """
         taken = borrow(name, array, on_device=self.on_device, written=writable)
         check_array(name, taken, contiguous=False, writable=writable, on_device=self.on_device)

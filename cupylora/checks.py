@@ -86,7 +86,8 @@ def check_array(
         got_dtype, got_shape, flags = value.dtype, value.shape, value.flags
     except AttributeError:
         raise ArgumentError(
-            f"{name} is a {type(value).__name__}; a NumPy or CuPy array is needed"
+            f"{name} is a {type(value).__name__}; a NumPy or CuPy array is needed, or another "
+            "library's with __dlpack__ or __cuda_array_interface__"
         ) from None
     # Written out, here and for the type: this is most of what a call costs the host.
     if on_device is not None and hasattr(type(value), "__cuda_array_interface__") != on_device:

@@ -19,7 +19,7 @@ import pytest
 from fake_device import FakeArray, fake, install
 
 from cupylora.compiler import driver
-from cupylora.interop import streams
+from cupylora.interop import convert, streams
 
 __all__ = ["FakeCuda", "Interface", "Stream", "describe"]
 
@@ -96,6 +96,8 @@ class FakeCuda:
             patch.setattr(driver, "is_capturing", lambda handle: handle in self.capturing)
             patch.setattr(driver, "outside_captures", contextlib.nullcontext)
             patch.setattr(streams, "_events", {})
+            for used in (streams, convert):
+                patch.setattr(used, "require_device", lambda: None)
             yield self
 
     def _namespace(self) -> Any:

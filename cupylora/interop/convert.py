@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from cupylora.checks import is_on_device
-from cupylora.dtypes import BFLOAT16
 from cupylora.errors import ArgumentError
 from cupylora.interop import dlpack, layout
 from cupylora.interop.cuda_interface import read_interface
 from cupylora.interop.kinds import is_foreign, is_own
 from cupylora.interop.lifetimes import Lease, release_finished
-from cupylora.interop.streams import dlpack_stream, order_behind
+from cupylora.interop.streams import dlpack_stream, order_behind, require_device
 from cupylora.interop.view import ArrayView
 from cupylora.worklists import Array, ArrayBundle
 
@@ -63,7 +62,8 @@ def borrow(name: str, value: Any, *, on_device: bool, written: bool = False) -> 
     on_device: where the call works, and so where memory has to be. written: the call writes it.
     Bundles, lists and tuples are gone through, their parts named; anything else, and arrays of
     ours, come back as they are. Raises ArgumentError naming the argument for what cannot be viewed
-    where it is, GraphError for one that a capture would have to wait for.
+    where it is, GraphError for one that a capture would have to wait for, DeviceUnavailableError
+    for one on a device where CUDA is not ready for us.
     """
     if is_own(value):
         return value
@@ -136,7 +136,8 @@ def _host_array(
 ) -> Array:
     if 0 in shape:  # there is nothing to look at, and perhaps no address
         return np.empty(shape, dtype)
-    kind = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype  # NumPy's interface has no bfloat16
+    # NumPy's interface knows no types but its own.
+    kind = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
     interface = {
         "version": 3,
         "shape": shape,
@@ -152,6 +153,7 @@ def _host_array(
 
 
 def _device_view(name: str, value: Any, written: bool) -> Array:
+    require_device()
     import cupy
 
     release_finished()

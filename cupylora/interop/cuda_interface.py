@@ -78,7 +78,7 @@ def _dtype(name: str, typestr: Any) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(typestr)
     except TypeError:
         dtype = np.dtype(np.void)
-    if dtype.kind == "V" or not dtype.isnative:
+    if dtype.kind not in "biufc" or not dtype.isnative:
         raise ArgumentError(
             f"{name}: its __cuda_array_interface__ has typestr {typestr!r}, which names no number "
             "type of this machine; bfloat16 goes through DLPack or an ArrayView"

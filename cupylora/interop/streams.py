@@ -26,6 +26,7 @@ __all__ = [
     "dlpack_stream",
     "order_behind",
     "put_event_back",
+    "require_device",
     "stream_handle",
     "take_event",
     "use_stream",
@@ -127,14 +128,15 @@ def use_stream(stream: Any) -> Iterator[None]:
     neither needs to wait for the other. Raises ArgumentError for what is no stream,
     DeviceUnavailableError where CUDA is not ready.
     """
-    _require_cuda()
+    require_device()
     with as_stream("stream", stream):
         yield
 
 
 @functools.cache
-def _require_cuda() -> None:
-    """Found ready once, it stays so: a step may come here each time."""
+def require_device() -> None:
+    """Raise DeviceUnavailableError where CUDA is not ready. Found ready once, it stays so: a step
+    may come here each time."""
     require_cuda()
 
 

@@ -147,6 +147,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
         found: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
     except TypeError:
         found = None
-    if found is None:
-        raise ArgumentError(f"ArrayView.dtype is {dtype!r}; a NumPy dtype or 'bfloat16' is needed")
+    # Memory that is taken for Python objects or records would be followed wherever it points.
+    if found is None or found.kind not in "biufcV" or found.type is np.void or not found.isnative:
+        raise ArgumentError(f"ArrayView.dtype is {dtype!r}; a type of numbers is needed")
     return found
