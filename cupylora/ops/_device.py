@@ -82,7 +82,9 @@ def device_op(
             if not (all_own(args) and all_own(kwargs.values())):
                 return _call_with_foreign(op, signature, written, args, kwargs)
             first: Any = args[0] if args else next(iter(kwargs.values()), None)
-            return device(*args, **kwargs) if _lives_on_device(first) else twin(*args, **kwargs)
+            if hasattr(type(first), "__cuda_array_interface__") or _lives_on_device(first):
+                return device(*args, **kwargs)
+            return twin(*args, **kwargs)
 
         op.__module__ = device.__module__
         return op
