@@ -35,7 +35,7 @@ DELAY_BYTES, DELAY_STEPS = 1 << 30, 100
 
 
 class OnlyDlpack:
-    """A CuPy array of which DLPack is left, exported on ``stream``."""
+    """A CuPy array of which DLPack is left, exported on ``stream``; bfloat16 by an ArrayView."""
 
     def __init__(self, array: Any, stream: Any) -> None:
         self.array, self.stream = array, stream
@@ -45,7 +45,8 @@ class OnlyDlpack:
 
     def __dlpack__(self, **options: Any) -> Any:
         with self.stream:
-            return self.array.__dlpack__(**options)
+            exporter = ArrayView.of(self.array) if self.array.dtype == BFLOAT16 else self.array
+            return exporter.__dlpack__(**options)
 
 
 class OnlyInterface:
@@ -94,7 +95,7 @@ def test_memory_is_used_where_it_is(dtype: Any) -> None:
     import cupy
 
     stream = cupy.cuda.get_current_stream()
-    array = cupy.asarray(_values(np.float32)).astype(dtype)
+    array = open_backend("cuda").asarray(_values(dtype))
     forms = [OnlyDlpack(array, stream), ArrayView(array.data.ptr, array.shape, dtype, 0)]
     if dtype is not BFLOAT16:  # the interface has no name for it
         forms.append(OnlyInterface(array, cupy.cuda.Stream.ptds))
@@ -242,7 +243,7 @@ def test_arrays_of_a_framework(library: str) -> None:
     assert taken.data.ptr == address
     made = _activation(x)
     assert made.get().tobytes() == expected.tobytes()
-    back = framework.from_dlpack(made)
+    back = framework.from_dlpack(ArrayView.of(made))
     address = back.data_ptr() if library == "torch" else back.unsafe_buffer_pointer()
     assert address == made.data.ptr
     if library == "torch":
