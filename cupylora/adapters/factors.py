@@ -107,6 +107,9 @@ class Adapter:
                 f"Adapter.factors is a {type(self.factors).__name__}; a mapping of (layer, module "
                 "name) to LoraFactors is needed"
             )
+        # A mapping may make its values anew at every look; which arrays are the same is told by
+        # their identity.
+        object.__setattr__(self, "factors", dict(self.factors))
 
     def _check_keys(self) -> None:
         """Raise ArgumentError for a key that is no (layer, module name), or another value."""

@@ -15,13 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.adapters.factors import check_rank, checked_scale
+from cupylora.adapters.factors import checked_scale
 from cupylora.adapters.packed import AdapterLayout, block_bytes, stride_of, table_row
-from cupylora.adapters.peft import OpenAdapter, same_bytes
+from cupylora.adapters.peft import OpenAdapter, check_ranks, same_bytes
 from cupylora.adapters.slots import SlotTable
 from cupylora.adapters.units import Pair, Unit, common_dtype_of
 from cupylora.reference.unpack_factors import MOST_PIECES, SOURCE_TYPES
-from cupylora.text import shown
 from cupylora.worklists import FACTOR_PIECE, PACKED, SLOT_ENTRY
 
 __all__ = ["PIECE_ELEMENTS", "Chunk", "ImportPlan", "chunks_of", "most_pieces", "plan_import"]
@@ -117,9 +116,8 @@ class _Planner:
         table, units = self._table, self._opened.units
         gates = {unit.layer: unit for unit in units if unit.modules == ("gate_proj",)}
         records = np.zeros(len(table.entries), SLOT_ENTRY)
+        check_ranks(self._name, units, table.limits)
         for unit in units:
-            where = f"adapter {shown(self._name)}, layer {unit.layer}, {unit.modules[0]}"
-            check_rank(where, unit.rank, table.limits)
             gate = gates.get(unit.layer)
             same = gate is not None and unit.modules == ("up_proj",) and self._same_a(gate, unit)
             a_block = self._a_block(gate if gate is not None and same else unit)
@@ -140,7 +138,7 @@ class _Planner:
         """Whether both have the same A, as ``read_adapter`` judges it."""
         if gate.order or up.order or len(gate.pairs) != len(up.pairs) or gate.ranks != up.ranks:
             return False
-        if common_dtype_of(gate) != common_dtype_of(up):
+        if _is_stacked(gate) and common_dtype_of(gate) != common_dtype_of(up):
             return False
         weights = self._opened.weights
         return all(
@@ -228,6 +226,11 @@ class _Planner:
         start = begin[tensor] + first * itemsize[tensor]
         end = start + pieces["count"] * itemsize[tensor]
         return ImportPlan(layout, pieces, file[tensor], start, end)
+
+
+def _is_stacked(unit: Unit) -> bool:
+    """Whether its A is put together of several tensors, in a type that holds all of them."""
+    return unit.experts > 1 and len(unit.pairs[0].a.shape) == 2
 
 
 def _extent(

@@ -79,7 +79,7 @@ class Importer:
             except _FaultError:
                 pass  # which value it is, the host finds
         say("packing")
-        return table.store(read_adapter(path, table.model, name=name))
+        return table.store(read_adapter(path, table.model, name=name, limits=table.limits))
 
     def _writer(
         self, weights: WeightFiles, plan: ImportPlan, table: SlotTable

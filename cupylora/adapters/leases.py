@@ -131,6 +131,16 @@ class SlotLeases:
         self._reserved.add(slot)
         return Reservation(slot, displaced)
 
+    def idle_longest(self, staying: Collection[str]) -> str | None:
+        """The adapter whose last step, or load, is longest ago; not a pinned one, nor one of
+        ``staying``. None: there is none."""
+        found = [
+            (self._recency(slot), name)
+            for slot, name in enumerate(self._names)
+            if name is not None and name not in self._pinned and name not in staying
+        ]
+        return min(found)[1] if found else None
+
     def wait(self, slot: int) -> None:
         """Until no step reads ``slot``."""
         self.fence.wait(int(self._last_step[slot]))

@@ -26,18 +26,19 @@ from cupylora.adapters.assembly import (
     raise_it,
     tensors_by_place,
 )
-from cupylora.adapters.factors import Adapter, LoraFactors
+from cupylora.adapters.factors import Adapter, LoraFactors, check_rank
 from cupylora.adapters.peft_config import CONFIG_FILE, PeftConfig, no_config, read_config
 from cupylora.adapters.safetensors_file import SUFFIX, WeightFiles, open_weights
 from cupylora.adapters.units import Unit, check_finite
 from cupylora.errors import AdapterFormatError, ArgumentError
 from cupylora.files import is_there, named, reason
-from cupylora.shapes import ModelShape
+from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import quoted, shown
 
 __all__ = [
     "OpenAdapter",
     "adapter_path",
+    "check_ranks",
     "config_for",
     "has_config",
     "open_adapter",
@@ -48,7 +49,13 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 
-def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None) -> Adapter:
+def read_adapter(
+    path: str | Path,
+    model: ModelShape,
+    *,
+    name: str | None = None,
+    limits: LoraLimits | None = None,
+) -> Adapter:
     """Read the adapter at ``path`` for ``model``; ``name`` defaults to the path's last part.
 
     path: a PEFT directory (adapter_config.json with adapter_model.safetensors or its shards), or a
@@ -56,9 +63,12 @@ def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None
     Every tensor is applied exactly once, or AdapterFormatError lists what would be lost. It is also
     raised for malformed files, shapes that do not fit the model, ranks other than the config's,
     values that are not finite, and settings that cannot be applied (DoRA, biases, modules_to_save,
-    ...); ArgumentError for a ``path`` that is none.
+    ...); ArgumentError for a ``path`` that is none. limits: refuses a rank beyond its max_rank
+    (CapacityError) before any data is read.
     """
     with open_adapter(path, model) as opened:
+        if limits is not None:
+            check_ranks(name or opened.name, opened.units, limits)
         tensors = opened.weights.read()
         for unit in opened.units:
             _check_values(unit, tensors)
@@ -93,6 +103,13 @@ def open_adapter(path: str | Path, model: ModelShape) -> Iterator[OpenAdapter]:
             pairs = pair_up(placed, weights.tensors, weights.scalar, model, config)
             own = place.name if place.is_dir() else place.stem
             yield OpenAdapter(own, str(place), weights, plan_units(pairs, model, config))
+
+
+def check_ranks(name: str, units: Iterable[Unit], limits: LoraLimits) -> None:
+    """Raise CapacityError for a rank of adapter ``name`` beyond ``limits.max_rank``."""
+    for unit in units:
+        where = f"adapter {shown(name)}, layer {unit.layer}, {unit.modules[0]}"
+        check_rank(where, unit.rank, limits)
 
 
 def adapter_path(path: str | Path) -> Path:

@@ -42,7 +42,7 @@ from cupylora.adapters.packed import (
 )
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
-from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError, RoomError
 from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
@@ -94,13 +94,13 @@ class Arena:
     def alloc(self, size: int) -> int:
         """Offset of a new block for ``size`` bytes; its content is undefined until written.
 
-        Raises CapacityError, with the bytes needed and free, if no gap holds it.
+        Raises RoomError, with the bytes needed and free, if no gap holds it.
         """
         need = block_bytes(check_int("size", size, 1))
         fitting = [gap for gap in self._gaps if gap[1] >= need]
         if not fitting:
             largest = max((length for _, length in self._gaps), default=0)
-            raise CapacityError(
+            raise RoomError(
                 f"arena of {self.capacity} bytes: {need} bytes needed, {self.free_bytes} free "
                 f"(largest gap {largest}); unload or evict an adapter, or make the arena larger"
             )
@@ -380,6 +380,7 @@ class SlotTable:
         are not finite, CapacityError for a rank beyond the limits or where the arena lacks room.
         """
         check_type("name", name, str)
+        factors = dict(factors)
         on_device = self.xp is not np
         factors = borrow_factors(name, factors, on_device=on_device)
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
