@@ -60,10 +60,11 @@ class FactorArrays:
 
 def borrow_factors(
     name: str, factors: Mapping[tuple[int, str], FactorArrays], *, on_device: bool
-) -> Mapping[tuple[int, str], FactorArrays]:
+) -> dict[tuple[int, str], FactorArrays]:
     """``factors`` of adapter ``name`` with views of ours in place of other libraries' arrays.
 
-    An array that two modules share is one view. Raises ArgumentError naming it as ``borrow`` does.
+    A mapping may make its values anew at every look: it is looked at once. An array that two modules
+    share is one view. Raises ArgumentError naming it as ``borrow`` does.
     """
     views: dict[int, Array] = {}
 

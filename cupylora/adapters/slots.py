@@ -380,7 +380,6 @@ class SlotTable:
         are not finite, CapacityError for a rank beyond the limits or where the arena lacks room.
         """
         check_type("name", name, str)
-        factors = dict(factors)
         on_device = self.xp is not np
         factors = borrow_factors(name, factors, on_device=on_device)
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)

@@ -9,6 +9,7 @@ producer's memory, on the device until enqueued work is over (``lifetimes``).
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from cupylora.errors import ArgumentError
 from cupylora.interop import dlpack, layout
 from cupylora.interop.cuda_interface import read_interface
 from cupylora.interop.kinds import is_foreign, is_own
+from cupylora.interop.layout import Memory
 from cupylora.interop.lifetimes import Lease, release_finished
 from cupylora.interop.streams import dlpack_stream, order_behind, require_device
 from cupylora.interop.view import ArrayView
@@ -93,7 +95,7 @@ def _require_writable(name: str, read_only: bool, written: bool) -> None:
 # --- host ----------------------------------------------------------------------------------------
 
 
-class _Memory:
+class _Span:
     """Carries ``__array_interface__``: NumPy's way to look at memory by address. NumPy's array
     holds this, and this the owner."""
 
@@ -103,14 +105,29 @@ class _Memory:
 
 
 def _host_view(name: str, value: Any, written: bool) -> Array:
+    found = _host_memory(name, value)
+    _require_writable(name, found.read_only, written)
+    if 0 in found.shape:  # there is nothing to look at, and perhaps no address
+        return np.empty(found.shape, found.dtype)
+    # NumPy's interface knows no types but its own.
+    plain = found.dtype.kind != "V"
+    kind = found.dtype if plain else np.dtype(f"u{found.dtype.itemsize}")
+    interface = {
+        "version": 3,
+        "shape": found.shape,
+        "typestr": kind.str,
+        "strides": found.strides,
+        "data": (found.pointer, found.read_only),
+    }
+    array = np.asarray(_Span(interface, found.owner))
+    return array if plain else array.view(found.dtype)
+
+
+def _host_memory(name: str, value: Any) -> Memory:
     if isinstance(value, ArrayView):
         if value.device != "cpu":
             raise ArgumentError(f"{name} is on CUDA device {value.device}; {_TO_HOST}")
-        _require_writable(name, not value.writable, written)
-        dtype = np.dtype(value.dtype)
-        return _host_array(
-            value.pointer, value.shape, dtype, value.strides, not value.writable, value.owner
-        )
+        return value.memory
     if _only_interface(value):
         raise ArgumentError(
             f"{name} is a {type(value).__name__} in device memory (__cuda_array_interface__); "
@@ -119,34 +136,7 @@ def _host_view(name: str, value: Any, written: bool) -> Array:
     kind, number = dlpack.device_of(name, value)
     if kind not in (layout.CPU, layout.CUDA_HOST):
         raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_HOST}")
-    found = dlpack.export(name, value, None)
-    _require_writable(name, found.read_only, written)
-    return _host_array(
-        found.pointer, found.shape, found.dtype, found.strides, found.read_only, found.owner
-    )
-
-
-def _host_array(
-    pointer: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    strides: tuple[int, ...] | None,
-    read_only: bool,
-    owner: object,
-) -> Array:
-    if 0 in shape:  # there is nothing to look at, and perhaps no address
-        return np.empty(shape, dtype)
-    # NumPy's interface knows no types but its own.
-    kind = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
-    interface = {
-        "version": 3,
-        "shape": shape,
-        "typestr": kind.str,
-        "strides": strides,
-        "data": (pointer, read_only),
-    }
-    array = np.asarray(_Memory(interface, owner))
-    return array if kind is dtype else array.view(dtype)
+    return dlpack.export(name, value, None)
 
 
 # --- device --------------------------------------------------------------------------------------
@@ -157,66 +147,52 @@ def _device_view(name: str, value: Any, written: bool) -> Array:
     import cupy
 
     release_finished()
-    stream = cupy.cuda.get_current_stream()
-    here = int(cupy.cuda.runtime.getDevice())
-    if isinstance(value, ArrayView):
-        if value.device == "cpu":
-            raise ArgumentError(f"{name} is in host memory; {_TO_DEVICE}")
-        _require_here(name, value.device, here)
-        _require_writable(name, not value.writable, written)
-        if value.stream is not None:
-            order_behind(name, value.stream, stream)
-        dtype, owner = np.dtype(value.dtype), value.owner
-        return _device_array(
-            name, value.pointer, value.shape, dtype, value.strides, owner, stream, here
-        )
-    if _only_interface(value):
-        return _interface_view(name, value, written, stream, here)
-    kind, number = dlpack.device_of(name, value)
-    if kind not in (layout.CUDA, layout.CUDA_MANAGED):
-        raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_DEVICE}")
-    if kind == layout.CUDA:
-        _require_here(name, number, here)
-    found = dlpack.export(name, value, dlpack_stream(value, int(stream.ptr)))
+    cuda = cupy.cuda
+    stream, here = cuda.get_current_stream(), int(cuda.runtime.getDevice())
+    found = _device_memory(name, value, stream, here)
     _require_writable(name, found.read_only, written)
-    return _device_array(
-        name, found.pointer, found.shape, found.dtype, found.strides, found.owner, stream, here
-    )
-
-
-def _interface_view(name: str, value: Any, written: bool, stream: Any, here: int) -> Array:
-    found = read_interface(name, value)
-    _require_writable(name, found.read_only, written)
-    if found.pointer:
-        _require_device_pointer(name, found.pointer, here)
-    if found.stream is not None:
-        order_behind(name, found.stream, stream)
-    return _device_array(
-        name, found.pointer, found.shape, found.dtype, found.strides, value, stream, here
-    )
-
-
-def _device_array(
-    name: str,
-    pointer: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    strides: tuple[int, ...] | None,
-    owner: object,
-    stream: Any,
-    device: int,
-) -> Array:
-    import cupy
-
+    pointer, dtype = found.pointer, found.dtype
     if pointer % dtype.itemsize:
         raise ArgumentError(
             f"{name} starts at address {pointer:#x}, which is no multiple of the {dtype.itemsize} "
             "bytes of an element; kernels cannot read that, so pass an aligned copy"
         )
-    lease = None if owner is None else Lease(owner, stream, device)
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, size, lease, device), 0)
-    return cupy.ndarray(shape, dtype, memory, strides)
+    lease = None if found.owner is None else Lease(found.owner, stream, here)
+    size = math.prod(found.shape) * dtype.itemsize
+    memory = cuda.MemoryPointer(cuda.UnownedMemory(pointer, size, lease, here), 0)
+    return cupy.ndarray(found.shape, dtype, memory, found.strides)
+
+
+def _device_memory(name: str, value: Any, stream: Any, here: int) -> Memory:
+    """What ``value`` has on device ``here``; CuPy's ``stream`` waits for what wrote it."""
+    if isinstance(value, ArrayView):
+        return _viewed_memory(name, value, stream, here)
+    if _only_interface(value):
+        return _interface_memory(name, value, stream, here)
+    kind, number = dlpack.device_of(name, value)
+    if kind not in (layout.CUDA, layout.CUDA_MANAGED):
+        raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_DEVICE}")
+    if kind == layout.CUDA:
+        _require_here(name, number, here)
+    return dlpack.export(name, value, dlpack_stream(value, int(stream.ptr)))
+
+
+def _viewed_memory(name: str, view: ArrayView, stream: Any, here: int) -> Memory:
+    if view.device == "cpu":
+        raise ArgumentError(f"{name} is in host memory; {_TO_DEVICE}")
+    _require_here(name, view.device, here)
+    if view.stream is not None:
+        order_behind(name, view.stream, stream)
+    return view.memory
+
+
+def _interface_memory(name: str, value: Any, stream: Any, here: int) -> Memory:
+    memory, producer = read_interface(name, value)
+    if memory.pointer:
+        _require_device_pointer(name, memory.pointer, here)
+    if producer is not None:
+        order_behind(name, producer, stream)
+    return memory
 
 
 def _require_here(name: str, device: Any, here: int) -> None:

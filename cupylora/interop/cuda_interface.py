@@ -1,34 +1,27 @@
 """``__cuda_array_interface__``, versions 2 and 3, as pointer, shape and type.
 
-In: the dictionary that an object shows. Out: an :class:`Interface`. The interface has no way to
-name bfloat16, nor the device: DLPack is asked first where an object offers both.
+In: the dictionary that an object shows. Out: its :class:`Memory`, and a stream. The interface has
+no way to name bfloat16, nor the device: DLPack is asked first where an object offers both.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cupylora.errors import ArgumentError
+from cupylora.interop.layout import Memory
 
-__all__ = ["Interface", "read_interface"]
-
-
-class Interface(NamedTuple):
-    """What the dictionary says. strides: in bytes; None: C order. stream: None: nothing to wait
-    for, else 1 (legacy default stream), 2 (per-thread default stream) or a handle."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    strides: tuple[int, ...] | None
-    read_only: bool
-    stream: int | None
+__all__ = ["read_interface"]
 
 
-def read_interface(name: str, value: Any) -> Interface:
-    """Raises ArgumentError naming the argument ``name`` and the entry that cannot be taken."""
+def read_interface(name: str, value: Any) -> tuple[Memory, int | None]:
+    """An array's memory, and the stream that it is written on: 1 (legacy default stream), 2
+    (per-thread default stream) or a handle; None: there is nothing to wait for.
+
+    Raises ArgumentError naming the argument ``name`` and the entry that cannot be taken.
+    """
     try:
         entries = value.__cuda_array_interface__
     except Exception as error:
@@ -40,23 +33,17 @@ def read_interface(name: str, value: Any) -> Interface:
         shape = tuple(int(extent) for extent in entries["shape"])
         given = entries.get("strides")
         strides = None if given is None else tuple(int(stride) for stride in given)
-        found = Interface(
-            int(pointer),
-            shape,
-            _dtype(name, entries["typestr"]),
-            strides,
-            bool(read_only),
-            _stream(name, entries.get("stream")),
-        )
+        dtype, stream = _dtype(name, entries["typestr"]), _stream(name, entries.get("stream"))
+        found = Memory(int(pointer), shape, dtype, strides, bool(read_only), owner=value)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ArgumentError(
             f"{name}: its __cuda_array_interface__ is not of version 2 or 3 ({error!r})"
         ) from error
     _check(name, found, entries)
-    return found
+    return found, stream
 
 
-def _check(name: str, found: Interface, entries: Any) -> None:
+def _check(name: str, found: Memory, entries: Any) -> None:
     if entries.get("mask") is not None:
         raise ArgumentError(
             f"{name} has a mask in its __cuda_array_interface__; give the array without one"

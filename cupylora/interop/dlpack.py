@@ -1,6 +1,6 @@
 """DLPack capsules, read without any library's help: bfloat16 and flags included.
 
-In: an object with ``__dlpack__``. Out: an :class:`Exported`, whose ``owner`` calls the producer's
+In: an object with ``__dlpack__``. Out: its :class:`Memory`, whose ``owner`` calls the producer's
 deleter once, when its last reference goes. A capsule is taken over before anything else is done
 with it, so that this holds for one that is refused, too.
 
@@ -12,14 +12,13 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from cupylora.errors import ArgumentError
 from cupylora.interop import layout
+from cupylora.interop.layout import Memory
 
-__all__ = ["Exported", "device_of", "export"]
+__all__ = ["device_of", "export"]
 
 _USED = {
     layout.LEGACY: b"used_dltensor",
@@ -49,17 +48,6 @@ class _Owner:
             layout.Deleter(deleter)(self._address)
 
 
-class Exported(NamedTuple):
-    """What a capsule holds. strides: in bytes; None: C order. owner: keeps the memory."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    strides: tuple[int, ...] | None
-    read_only: bool
-    owner: object
-
-
 def device_of(name: str, value: Any) -> tuple[int, int]:
     """Kind of memory and number of the device, as ``value`` says.
 
@@ -75,7 +63,7 @@ def device_of(name: str, value: Any) -> tuple[int, int]:
         ) from error
 
 
-def export(name: str, value: Any, stream: int | None) -> Exported:
+def export(name: str, value: Any, stream: int | None) -> Memory:
     """Ask ``value`` for its memory, and take it over.
 
     stream: as ``__dlpack__`` takes it: of the device work that will use the memory, so that the
@@ -100,7 +88,7 @@ def _capsule(name: str, value: Any, stream: int | None) -> Any:
         ) from error
 
 
-def _take(name: str, capsule: Any) -> Exported:
+def _take(name: str, capsule: Any) -> Memory:
     try:
         label = _name_of(capsule)
     except ValueError:  # no capsule
@@ -120,7 +108,7 @@ def _take(name: str, capsule: Any) -> Exported:
     return _take_versioned(name, address)
 
 
-def _take_versioned(name: str, address: int) -> Exported:
+def _take_versioned(name: str, address: int) -> Memory:
     head = layout.VERSIONED_HEAD.unpack(ctypes.string_at(address, layout.VERSIONED_HEAD.size))
     major, minor, _, deleter, flags = head
     owner = _Owner(address, deleter)
@@ -138,7 +126,7 @@ def _take_versioned(name: str, address: int) -> Exported:
     return _exported(name, tensor, owner, read_only=bool(flags & layout.READ_ONLY))
 
 
-def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Exported:
+def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Memory:
     data, _, _, ndim, code, bits, lanes, shape_at, strides_at, offset = tensor
     dtype = layout.DTYPES.get((code, bits, lanes))
     if dtype is None:
@@ -152,7 +140,7 @@ def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Expo
     size, strides = dtype.itemsize, None
     if strides_at:
         strides = tuple(size * stride for stride in _int64s(strides_at, ndim))
-    return Exported(data + offset, shape, dtype, strides, read_only, owner)
+    return Memory(data + offset, shape, dtype, strides, read_only, owner)
 
 
 def _int64s(address: int, count: int) -> tuple[int, ...]:

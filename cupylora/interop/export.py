@@ -10,12 +10,13 @@ import ctypes
 import struct
 from typing import Any
 
-import numpy as np
-
 from cupylora.errors import ArgumentError
 from cupylora.interop import layout
+from cupylora.interop.layout import Memory
 
 __all__ = ["make_capsule"]
+
+_CODES = {dtype: code for code, dtype in layout.DTYPES.items()}
 
 _live: dict[int, tuple[Any, object]] = {}
 """Tensors handed out and not given back, by their addresses: the memory of each, and its owner."""
@@ -50,45 +51,41 @@ def _drop_unused(capsule: int) -> None:
 _destructor = _Destructor(_drop_unused)
 
 
-def make_capsule(
-    pointer: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: np.dtype[Any],
-    device: tuple[int, int],
-    *,
-    writable: bool,
-    versioned: bool,
-    owner: object,
-) -> Any:
-    """A capsule of the memory at ``pointer``; strides in bytes, device as DLPack counts.
+def make_capsule(memory: Memory, device: tuple[int, int], *, versioned: bool) -> Any:
+    """A capsule of ``memory``, whose strides are given; device: as DLPack counts.
 
     Raises ArgumentError for what the format cannot hold: another dtype, or, unless ``versioned``,
     memory that must not be written.
     """
-    code = next((code for code, known in layout.DTYPES.items() if known == dtype), None)
-    if code is None or any(stride % dtype.itemsize for stride in strides):
-        raise ArgumentError(f"an array of {dtype} with strides {strides} has no form in DLPack")
-    if not (writable or versioned):
+    shape, counts = memory.shape, _strides(memory)
+    if memory.read_only and not versioned:
         raise ArgumentError(
             "the array is read-only, which DLPack before 1.0 cannot say; ask for max_version (1, 0)"
         )
-    head = layout.VERSIONED_HEAD if versioned else None
-    start = head.size if head else 0
-    size = start + layout.TENSOR_FIELDS.size
-    tail = 0 if versioned else 16  # manager_ctx and deleter
-    lists = size + tail
-    memory = ctypes.create_string_buffer(lists + 16 * len(shape))
-    address = ctypes.addressof(memory)
+    start = layout.VERSIONED_HEAD.size if versioned else 0
+    end = start + (layout.TENSOR_FIELDS if versioned else layout.LEGACY_FIELDS).size
+    room = ctypes.create_string_buffer(end + 16 * len(shape))
+    address = ctypes.addressof(room)
+    struct.pack_into(f"@{2 * len(shape)}q", room, end, *shape, *counts)
+    code = _CODES[memory.dtype]
+    lists = (address + end, address + end + 8 * len(shape))
+    tensor = (memory.pointer, *device, len(shape), *code, *lists, 0)
     deleter = ctypes.cast(_deleter, ctypes.c_void_p).value
-    if head:
-        flags = 0 if writable else layout.READ_ONLY
-        head.pack_into(memory, 0, *layout.VERSION, 0, deleter, flags)
+    if versioned:
+        flags = layout.READ_ONLY if memory.read_only else 0
+        layout.VERSIONED_HEAD.pack_into(room, 0, *layout.VERSION, 0, deleter, flags)
+        layout.TENSOR_FIELDS.pack_into(room, start, *tensor)
     else:
-        struct.pack_into("@QQ", memory, size, 0, deleter)
-    counts = [stride // dtype.itemsize for stride in strides]
-    struct.pack_into(f"@{2 * len(shape)}q", memory, lists, *shape, *counts)
-    places = address + lists, address + lists + 8 * len(shape)
-    layout.TENSOR_FIELDS.pack_into(memory, start, pointer, *device, len(shape), *code, *places, 0)
-    _live[address] = (memory, owner)
+        layout.LEGACY_FIELDS.pack_into(room, 0, *tensor, 0, deleter)
+    _live[address] = (room, memory.owner)
     return _new_capsule(address, layout.VERSIONED if versioned else layout.LEGACY, _destructor)
+
+
+def _strides(memory: Memory) -> list[int]:
+    """In elements, as the format has them."""
+    size, strides = memory.dtype.itemsize, memory.strides or ()
+    if memory.dtype not in _CODES or any(stride % size for stride in strides):
+        raise ArgumentError(
+            f"an array of {memory.dtype} with strides {strides} has no form in DLPack"
+        )
+    return [stride // size for stride in strides]

@@ -1,13 +1,14 @@
 """How DLPack lays a tensor out in memory, and the numbers it has for devices and types.
 
-Shared by ``dlpack``, which reads capsules, and ``export``, which makes them.
+Shared by ``dlpack``, which reads capsules, and ``export``, which makes them; and what every form of
+an array comes down to, :class:`Memory`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,7 @@ __all__ = [
     "VERSIONED",
     "VERSIONED_HEAD",
     "Deleter",
+    "Memory",
     "python_function",
 ]
 
@@ -58,6 +60,18 @@ DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
     (_BOOL, 8, 1): np.dtype(np.bool_),
 }
 """By type code, bits and lanes."""
+
+
+class Memory(NamedTuple):
+    """Where an array lies. strides: in bytes; None: C order. owner: keeps it; None: the caller."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...] | None
+    read_only: bool
+    owner: object
+
 
 Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

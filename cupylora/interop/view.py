@@ -18,6 +18,7 @@ from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
 from cupylora.interop import layout
 from cupylora.interop.export import make_capsule
+from cupylora.interop.layout import Memory
 from cupylora.interop.streams import as_stream, order_behind
 from cupylora.worklists import Array
 
@@ -87,6 +88,12 @@ class ArrayView:
         at, device, stream = int(array.data.ptr), array.device.id, cupy.cuda.get_current_stream()
         return cls(at, shape, array.dtype, device, strides, stream=stream, owner=array)
 
+    @property
+    def memory(self) -> Memory:
+        """What the other forms of an array come down to."""
+        dtype, fixed = np.dtype(self.dtype), not self.writable
+        return Memory(self.pointer, self.shape, dtype, self.strides, fixed, self.owner)
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return (layout.CPU, 0) if self.device == "cpu" else (layout.CUDA, int(self.device))
 
@@ -103,16 +110,9 @@ class ArrayView:
             raise BufferError("an ArrayView is exported where it is, without a copy")
         if self.stream is not None and self.device != "cpu" and stream != _NO_WAIT:
             order_behind("the view", self.stream, as_stream("stream", stream or 0))
-        return make_capsule(
-            self.pointer,
-            self.shape,
-            self._byte_strides(),
-            np.dtype(self.dtype),
-            self.__dlpack_device__(),
-            writable=self.writable,
-            versioned=max_version is not None and max_version >= layout.VERSION,
-            owner=self,
-        )
+        memory = self.memory._replace(strides=self._byte_strides(), owner=self)
+        versioned = max_version is not None and max_version >= layout.VERSION
+        return make_capsule(memory, self.__dlpack_device__(), versioned=versioned)
 
     def _byte_strides(self) -> tuple[int, ...]:
         if self.strides is not None:
