@@ -15,6 +15,7 @@ from runtime_util import DTYPE, MAX_RANK, MODEL, Harness, Inputs
 from test_layers import QKV, SILU, adoptable
 from test_store import arrays_of
 
+from cupylora.adapters.device_factors import borrow_factors
 from cupylora.backend import open_backend
 from cupylora.checks import INT32
 from cupylora.dtypes import resolve_dtype
@@ -296,6 +297,22 @@ def test_foreign_factors_serve_like_ours(harness: Harness, foreign: Foreign) -> 
     }
     with pytest.raises(ArgumentError, match="b is on CUDA device 0; copy it to the host"):
         harness.runtime.load_arrays("a0", broken)
+
+
+def test_factors_that_are_made_anew_at_every_look_are_not_mixed_up(harness: Harness) -> None:
+    """What told one array from another may be gone, and its place taken, by the next look."""
+    native = arrays_of(harness.backend, random_adapter(MODEL, 8, 7))
+
+    class Anew(dict[Any, Any]):
+        def items(self) -> Any:
+            for key, value in native.items():
+                yield key, dataclasses.replace(value, a=Producer(value.a), b=Producer(value.b))
+
+    borrowed = borrow_factors("a", Anew(native), on_device=False)
+    for key, value in native.items():
+        for role in ("a", "b"):
+            got, want = (getattr(side, role).ctypes.data for side in (borrowed[key], value))
+            assert got == want
 
 
 def test_streams_are_for_devices() -> None:

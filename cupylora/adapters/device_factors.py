@@ -63,15 +63,15 @@ def borrow_factors(
 ) -> dict[tuple[int, str], FactorArrays]:
     """``factors`` of adapter ``name`` with views of ours in place of other libraries' arrays.
 
-    A mapping may make its values anew at every look: it is looked at once. An array that two modules
-    share is one view. Raises ArgumentError naming it as ``borrow`` does.
+    A mapping may make its values anew at every look: it is looked at once. An array that two
+    modules share is one view. Raises ArgumentError naming it as ``borrow`` does.
     """
-    views: dict[int, Array] = {}
+    views: dict[int, tuple[Array, Array]] = {}  # with what is viewed: ids are of what lives
 
     def ours(where: str, array: Array) -> Array:
         if id(array) not in views:
-            views[id(array)] = borrow(where, array, on_device=on_device)
-        return views[id(array)]
+            views[id(array)] = (array, borrow(where, array, on_device=on_device))
+        return views[id(array)][1]
 
     taken = {}
     for key, value in factors.items():
