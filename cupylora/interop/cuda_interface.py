@@ -26,7 +26,8 @@ def read_interface(name: str, value: Any) -> tuple[Memory, int | None]:
         entries = value.__cuda_array_interface__
     except Exception as error:
         raise ArgumentError(
-            f"{name} is a {type(value).__name__} that shows no __cuda_array_interface__: {error}"
+            f"{name} is a {type(value).__name__} that shows no __cuda_array_interface__ ({error}); "
+            "give an array that does, or an ArrayView of its memory"
         ) from error
     try:
         pointer, read_only = entries["data"]

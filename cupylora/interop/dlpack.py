@@ -59,7 +59,7 @@ def device_of(name: str, value: Any) -> tuple[int, int]:
     except Exception as error:
         raise ArgumentError(
             f"{name} is a {type(value).__name__} that does not tell its device "
-            f"(__dlpack_device__): {error}"
+            f"(__dlpack_device__: {error}); give an array that does, or an ArrayView of its memory"
         ) from error
 
 
@@ -83,8 +83,8 @@ def _capsule(name: str, value: Any, stream: int | None) -> Any:
             return value.__dlpack__(**options)
     except Exception as error:
         raise ArgumentError(
-            f"{name} is a {type(value).__name__} that does not hand out its memory (__dlpack__): "
-            f"{error}"
+            f"{name} is a {type(value).__name__} that does not hand out its memory (__dlpack__: "
+            f"{error}); give an array that does, or an ArrayView of its memory"
         ) from error
 
 
@@ -132,7 +132,7 @@ def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Memo
     if dtype is None:
         raise ArgumentError(
             f"{name} has an element type that is not understood (DLPack code {code}, {bits} bits, "
-            f"{lanes} lanes)"
+            f"{lanes} lanes); use bfloat16, float16, float32 or integers, as the call says"
         )
     shape = _int64s(shape_at, ndim)
     if any(extent < 0 for extent in shape) or (not data and 0 not in shape):
