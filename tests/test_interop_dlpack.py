@@ -336,3 +336,45 @@ def test_a_view_is_exported_where_it_is_or_not_at_all() -> None:
             view.__dlpack__(**options)
     with pytest.raises(ArgumentError, match=r"complex64 .* has no form in DLPack"):
         ArrayView.of(np.zeros(2, np.complex64)).__dlpack__()
+
+
+# --- frameworks, where they are installed --------------------------------------------------------
+
+
+def _activation(x: Any, **options: Any) -> Any:
+    return ops.activation(x, kind="silu", gated=True, **options)
+
+
+def test_pytorch_on_the_host() -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    x, out = torch.randn(4, 64).bfloat16(), torch.empty(4, 32, dtype=torch.bfloat16)
+    seen = borrow("x", x, on_device=False)
+    assert (seen.dtype, seen.ctypes.data) == (BFLOAT16, x.data_ptr())
+    expected = _activation(seen)
+    assert _activation(x, out=out) is out
+    assert out.view(torch.int16).numpy().tobytes() == expected.tobytes()
+    back = torch.from_dlpack(ArrayView.of(expected))
+    assert (back.dtype, back.data_ptr()) == (torch.bfloat16, expected.ctypes.data)
+    for wrong, message in (
+        (x.float().requires_grad_(), "require gradient.*or an ArrayView"),
+        (torch.randn(64, 4).t(), "not C-contiguous"),
+        (torch.empty(4, 64, device="meta"), "does not tell its device"),
+    ):
+        with pytest.raises(ArgumentError, match=f"x .*{message}"):
+            _activation(wrong)
+
+
+def test_jax_on_the_host() -> None:
+    jax = pytest.importorskip("jax", reason="needs JAX")
+    if jax.default_backend() != "cpu":
+        pytest.skip("JAX works on a device here")
+    x = jax.numpy.ones((4, 64), BFLOAT16) * 3
+    seen = borrow("x", x, on_device=False)
+    assert (seen.dtype, seen.ctypes.data) == (BFLOAT16, x.unsafe_buffer_pointer())
+    expected = _activation(seen)
+    assert _activation(x).tobytes() == expected.tobytes()
+    back = jax.dlpack.from_dlpack(ArrayView.of(expected))
+    assert back.dtype == BFLOAT16
+    assert np.asarray(back).tobytes() == expected.tobytes()
+    with pytest.raises(ArgumentError, match=r"out is an array of jax.*, which may not be written"):
+        _activation(x, out=jax.numpy.zeros((4, 32), BFLOAT16))
