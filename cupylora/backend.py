@@ -24,6 +24,7 @@ from cupylora.errors import CapacityError
 from cupylora.interop.convert import borrow
 from cupylora.interop.lifetimes import release_finished
 from cupylora.ops.status import DeviceStatus
+from cupylora.pinned import PinnedBuffers
 from cupylora.worklists import Array
 
 __all__ = ["ArrayBackend", "CudaBackend", "NumpyBackend", "StageClock", "open_backend"]
@@ -95,6 +96,10 @@ class ArrayBackend(ABC):
         CapacityError where there is none."""
 
     @abstractmethod
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Like ``host_buffer``, for buffers of about ``limit`` bytes together that come and go."""
+
+    @abstractmethod
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
         """Copy bytes of a ``host_buffer`` to a uint8 array of equal size here, in stream order; the
         buffer is read until then."""
@@ -160,6 +165,10 @@ class NumpyBackend(ArrayBackend):
         """Any memory."""
         buffer: npt.NDArray[np.uint8] = self.empty(nbytes, np.uint8)
         return buffer
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Any memory."""
+        return self.host_buffer
 
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
         """Copy all bytes."""
@@ -242,14 +251,22 @@ class CudaBackend(ArrayBackend):
 
     def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Pinned memory, which copies read without the driver's staging."""
+        return np.frombuffer(self._pinned(max(1, nbytes)), np.uint8, nbytes)
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Pinned memory that is used again."""
+        return PinnedBuffers(self._pinned, limit).take
+
+    def _pinned(self, nbytes: int) -> Any:
+        """New pinned memory, not from CuPy's pool, which would keep every size it ever had."""
+        cuda = self.xp.cuda
         try:
-            memory = self.xp.cuda.alloc_pinned_memory(max(1, nbytes))
-        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            return cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+        except cuda.runtime.CUDARuntimeError as error:
             raise CapacityError(
                 f"{nbytes} bytes of pinned host memory cannot be had: {error}; use a smaller "
                 "host cache"
             ) from error
-        return np.frombuffer(memory, np.uint8, nbytes)
 
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
         """Copy all bytes on the current stream, and return at once."""

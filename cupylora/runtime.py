@@ -160,8 +160,11 @@ class LoraRuntime:
         self.table = table
         self.store: AdapterStore | None = None
         if host_cache_bytes is not None:
-            allocate = self.backend.host_buffer
-            self.store = AdapterStore(table, budget_bytes=host_cache_bytes, allocate=allocate)
+            check_int("host_cache_bytes", host_cache_bytes, 0)
+            self._host_buffer = self.backend.host_buffers(host_cache_bytes)
+            self.store = AdapterStore(
+                table, budget_bytes=host_cache_bytes, allocate=self._host_buffer
+            )
         # On a CPU its way is longer than the host's own.
         self._importer = Importer(self.backend) if self.backend.on_device else None
         self._loader: ThreadPoolExecutor | None = None
@@ -386,7 +389,7 @@ class LoraRuntime:
     ) -> None:
         """Copy what is in room on the device to the host cache."""
         with contextlib.nullcontext() if self._copies is None else self._copies:
-            packed = self.table.read_back(stored, self.backend.host_buffer)
+            packed = self.table.read_back(stored, self._host_buffer)
         store.keep(name, packed, path)
 
     def unload(self, name: str) -> None:
