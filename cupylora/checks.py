@@ -89,7 +89,7 @@ def check_array(
             f"{name} is a {type(value).__name__}; a NumPy or CuPy array is needed, or another "
             "library's with __dlpack__ or __cuda_array_interface__"
         ) from None
-    # Written out, here and for the type: this is most of what a call costs the host.
+    # Written out rather than called: checks are most of what a call costs the host.
     if on_device is not None and hasattr(type(value), "__cuda_array_interface__") != on_device:
         needed, got = ("a device", "host") if on_device else ("a host (NumPy)", "device")
         raise ArgumentError(f"{name} is a {got} array; {needed} array is needed")

@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -326,6 +327,31 @@ def test_memory_is_given_back_once_whatever_threads_do(cuda: FakeCuda) -> None:
         stream.busy = False
     lifetimes.release_finished()
     assert [producer.deleted for producer in made] == [1] * 600
+
+
+def test_only_what_was_asked_is_let_go(cuda: FakeCuda) -> None:
+    """While one looks whether the first is free, another one lets it go, and comes to the next."""
+    dropped: list[str] = []
+
+    class Kept:
+        def __init__(self, name: str, free: bool) -> None:
+            self.name, self.free, self.asked = name, free, False
+
+        def is_free(self) -> bool:
+            if not self.asked:
+                self.asked = True
+                lifetimes.release_finished()
+            return self.free
+
+        def drop(self) -> None:
+            dropped.append(self.name)
+
+    waiting: Any = deque([Kept("first", True), Kept("second", False), Kept("third", True)])
+    lifetimes._held[0] = waiting
+    lifetimes.release_finished()
+    assert set(dropped) <= {"first", "third"}
+    assert "second" in {kept.name for kept in waiting}
+    waiting.clear()
 
 
 def test_an_interfaces_object_is_kept_as_well(cuda: FakeCuda) -> None:

@@ -78,7 +78,23 @@ def release_finished() -> None:
 
 def _release_finished() -> None:
     for waiting in tuple(_held.values()):
-        # Another thread, or what an owner's end sets off, may take from it meanwhile.
-        with contextlib.suppress(IndexError):
-            while waiting[0].is_free():
-                waiting.popleft().drop()
+        while _release_first(waiting):
+            pass
+
+
+def _release_first(waiting: deque[_Kept]) -> bool:
+    """Whether the first was free. It is taken out before it is asked: another thread, or what an
+    owner's end sets off, may come here meanwhile, and must not take what it has not asked."""
+    try:
+        kept = waiting.popleft()
+    except IndexError:
+        return False
+    free = False
+    try:
+        free = kept.is_free()
+    finally:
+        if free:
+            kept.drop()
+        else:
+            waiting.appendleft(kept)
+    return free
