@@ -10,6 +10,7 @@ NumPy's own import knows no bfloat16, and no library's says which flags a capsul
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import sys
 from typing import Any
@@ -135,13 +136,18 @@ def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Memo
             f"{lanes} lanes); use bfloat16, float16, float32 or integers, as the call says"
         )
     shape = _int64s(shape_at, ndim)
-    if any(extent < 0 for extent in shape) or (not data and 0 not in shape):
+    if min(shape, default=0) < 0 or (not data and 0 not in shape):
         raise ArgumentError(f"{name} is exported with shape {shape} at address {data}")
     size, strides = dtype.itemsize, None
     if strides_at:
-        strides = tuple(size * stride for stride in _int64s(strides_at, ndim))
+        strides = tuple([size * stride for stride in _int64s(strides_at, ndim)])
     return Memory(data + offset, shape, dtype, strides, read_only, owner)
 
 
 def _int64s(address: int, count: int) -> tuple[int, ...]:
-    return struct.unpack(f"@{count}q", ctypes.string_at(address, 8 * count)) if count > 0 else ()
+    return _list_of(count).unpack(ctypes.string_at(address, 8 * count)) if count > 0 else ()
+
+
+@functools.cache
+def _list_of(count: int) -> struct.Struct:
+    return struct.Struct(f"@{count}q")

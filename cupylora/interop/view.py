@@ -8,7 +8,7 @@ else needs it.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +54,8 @@ class ArrayView:
     writable: bool = True
     stream: Any = None
     owner: object = None
+    memory: Memory = field(init=False, repr=False)
+    """What every form of an array comes down to."""
 
     def __post_init__(self) -> None:
         shape = _integers("shape", self.shape)
@@ -71,8 +73,10 @@ class ArrayView:
         device = self.device if self.device == "cpu" else _integer("device", self.device)
         if device != "cpu" and device < 0:
             raise ArgumentError(f'ArrayView.device is {device}; "cpu" or a number is needed')
-        checked = {"pointer": pointer, "shape": shape, "strides": strides, "device": device}
-        for name, value in (*checked.items(), ("dtype", _dtype(self.dtype))):
+        dtype = _dtype(self.dtype)
+        checked = {"pointer": pointer, "shape": shape, "strides": strides, "dtype": dtype}
+        memory = Memory(pointer, shape, dtype, strides, not self.writable, self.owner)
+        for name, value in (*checked.items(), ("device", device), ("memory", memory)):
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -87,12 +91,6 @@ class ArrayView:
 
         at, device, stream = int(array.data.ptr), array.device.id, cupy.cuda.get_current_stream()
         return cls(at, shape, array.dtype, device, strides, stream=stream, owner=array)
-
-    @property
-    def memory(self) -> Memory:
-        """What the other forms of an array come down to."""
-        dtype, fixed = np.dtype(self.dtype), not self.writable
-        return Memory(self.pointer, self.shape, dtype, self.strides, fixed, self.owner)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (layout.CPU, 0) if self.device == "cpu" else (layout.CUDA, int(self.device))
