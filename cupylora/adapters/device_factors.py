@@ -20,7 +20,7 @@ from cupylora.checks import INT32_MAX, check_array, check_type
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.interop.convert import borrow
 from cupylora.interop.kinds import is_own
-from cupylora.reference.unpack_factors import MOST_PIECES, SOURCE_TYPES
+from cupylora.reference.unpack_factors import MOST_PIECES, PIECE_ELEMENTS, SOURCE_TYPES
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
 from cupylora.text import quoted, shown
 from cupylora.worklists import FACTOR_PIECE, FACTOR_PIECE_BYTES
@@ -36,7 +36,6 @@ __all__ = [
 Array = Any
 """A NumPy or CuPy array, or one of another library."""
 
-_PIECE_ELEMENTS = 1 << 16
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """Bits of the exponent, all set in infinities and NaNs."""
 
@@ -159,7 +158,7 @@ def unpack_arrays(
                 pieces[first : first + count],
                 target,
                 dtype=array.dtype,
-                most_elements=_PIECE_ELEMENTS,
+                most_elements=PIECE_ELEMENTS,
                 fault=fault,
             )
             first += count
@@ -169,13 +168,13 @@ def unpack_arrays(
 
 def _records(array: Array, offset: int, packed: bool) -> npt.NDArray[np.void]:
     """What ``unpack_factors`` is to do with a whole array."""
-    starts = np.arange(0, array.size, _PIECE_ELEMENTS)
+    starts = np.arange(0, array.size, PIECE_ELEMENTS)
     made = np.zeros(len(starts), FACTOR_PIECE)
     for name, value in {
         "source": starts * array.dtype.itemsize,
         "first": starts,
         "target": offset,
-        "count": np.minimum(_PIECE_ELEMENTS, array.size - starts),
+        "count": np.minimum(PIECE_ELEMENTS, array.size - starts),
         "source_type": SOURCE_TYPES.index(array.dtype),
         "extent": array.shape,
         "axis": (0, 1, 2),
