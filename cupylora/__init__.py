@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from cupylora.errors import CupyloraError
     from cupylora.graphs.buckets import DispatchOptions
     from cupylora.graphs.manager import GraphOptions, Step
+    from cupylora.interop.streams import use_stream
+    from cupylora.interop.view import ArrayView
     from cupylora.layers.dense import DenseLora, dense_needs
     from cupylora.layers.moe import MoeLora, MoeWeights, moe_needs
     from cupylora.layers.plan import BatchPlan
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arena",
+    "ArrayView",
     "BatchPlan",
     "CupyloraError",
     "DenseLora",
@@ -49,6 +52,7 @@ __all__ = [
     "moe_needs",
     "open_backend",
     "prepare",
+    "use_stream",
 ]
 
 __version__ = "0.1.0"
@@ -62,6 +66,8 @@ _HOMES = {
     "errors": ("CupyloraError",),
     "graphs.buckets": ("DispatchOptions",),
     "graphs.manager": ("GraphOptions", "Step"),
+    "interop.streams": ("use_stream",),
+    "interop.view": ("ArrayView",),
     "layers.dense": ("DenseLora", "dense_needs"),
     "layers.moe": ("MoeLora", "MoeWeights", "moe_needs"),
     "layers.plan": ("BatchPlan",),

@@ -18,9 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.checks import check_array
 from cupylora.device import Backend, require_cuda, resolve_backend
 from cupylora.errors import CapacityError
+from cupylora.interop.convert import borrow
+from cupylora.interop.lifetimes import release_finished
 from cupylora.ops.status import DeviceStatus
+from cupylora.pinned import PinnedBuffers
 from cupylora.worklists import Array
 
 __all__ = ["ArrayBackend", "CudaBackend", "NumpyBackend", "StageClock", "open_backend"]
@@ -65,6 +69,19 @@ class ArrayBackend(ABC):
     def asarray(self, host: npt.NDArray[Any]) -> Array:
         """A copy of a host array here, C-contiguous."""
 
+    def view(self, array: Any, name: str = "array", *, writable: bool = False) -> Array:
+        """An array of ``xp`` over the memory of ``array``, which may be another library's.
+
+        For what is given to many calls, such as weights: they then convert nothing, and wait for
+        no one. Work on the current stream is ordered behind what wrote it so far. The view keeps
+        the memory, on a device until work on that stream is over, too; use it on no other, or see
+        to the rest yourself. writable: it will be written. Raises ArgumentError naming ``name`` for
+        what cannot be viewed here.
+        """
+        taken = borrow(name, array, on_device=self.on_device, written=writable)
+        check_array(name, taken, contiguous=False, writable=writable, on_device=self.on_device)
+        return taken
+
     @abstractmethod
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """A copy of a C-contiguous array in host memory, once all work before it has finished."""
@@ -77,6 +94,19 @@ class ArrayBackend(ABC):
     def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Host memory that copies to this backend read fastest, its content undefined. Raises
         CapacityError where there is none."""
+
+    @abstractmethod
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Like ``host_buffer``, for buffers of about ``limit`` bytes together that come and go."""
+
+    @abstractmethod
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes of a ``host_buffer`` to a uint8 array of equal size here, in stream order; the
+        buffer is read until then."""
+
+    @abstractmethod
+    def wait_for(self, mark: Any) -> None:
+        """Wait until work enqueued before a mark is over."""
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
@@ -135,6 +165,17 @@ class NumpyBackend(ArrayBackend):
         """Any memory."""
         buffer: npt.NDArray[np.uint8] = self.empty(nbytes, np.uint8)
         return buffer
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Any memory."""
+        return self.host_buffer
+
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy all bytes."""
+        target[...] = host
+
+    def wait_for(self, mark: Any) -> None:
+        """Nothing to wait for."""
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all elements."""
@@ -210,14 +251,34 @@ class CudaBackend(ArrayBackend):
 
     def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Pinned memory, which copies read without the driver's staging."""
+        return np.frombuffer(self._pinned(max(1, nbytes)), np.uint8, nbytes)
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Pinned memory that is used again."""
+        return PinnedBuffers(self._pinned, limit).take
+
+    def _pinned(self, nbytes: int) -> Any:
+        """New pinned memory, not from CuPy's pool, which would keep every size it ever had."""
+        cuda = self.xp.cuda
         try:
-            memory = self.xp.cuda.alloc_pinned_memory(max(1, nbytes))
-        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            return cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+        except cuda.runtime.CUDARuntimeError as error:
             raise CapacityError(
                 f"{nbytes} bytes of pinned host memory cannot be had: {error}; use a smaller "
                 "host cache"
             ) from error
-        return np.frombuffer(memory, np.uint8, nbytes)
+
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy all bytes on the current stream, and return at once."""
+        cuda = self.xp.cuda
+        kind, stream = cuda.runtime.memcpyHostToDevice, cuda.get_current_stream().ptr
+        if host.size:
+            address = self.address(target)
+            cuda.runtime.memcpyAsync(address, host.ctypes.data, host.nbytes, kind, stream)
+
+    def wait_for(self, mark: Any) -> None:
+        """Wait for an event."""
+        mark.synchronize()
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all bytes on the current stream, with no kernel, whatever the dtype."""
@@ -235,6 +296,7 @@ class CudaBackend(ArrayBackend):
     def synchronize(self) -> None:
         """Wait for the current stream."""
         self.xp.cuda.get_current_stream().synchronize()
+        release_finished()
 
     def mark(self) -> Any:
         """An event on the current stream."""

@@ -15,6 +15,7 @@ __all__ = [
     "CupyloraError",
     "DeviceUnavailableError",
     "GraphError",
+    "RoomError",
 ]
 
 
@@ -28,6 +29,10 @@ class AdapterFormatError(CupyloraError):
 
 class CapacityError(CupyloraError):
     """A slot, arena, workspace or limit is too small for what was asked."""
+
+
+class RoomError(CapacityError):
+    """The arena has no gap that is large enough; unloading adapters helps."""
 
 
 class ArgumentError(CupyloraError, ValueError):

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 __all__ = [
+    "FACTOR_PIECE",
+    "FACTOR_PIECE_BYTES",
     "MAX_ROWS",
     "PACKED",
     "ROW_MAJOR",
@@ -29,6 +31,7 @@ __all__ = [
     "TILE_INTS",
     "TILE_PAIRS",
     "TILE_ROWS",
+    "ArrayBundle",
     "GemmProblems",
     "LoraProblems",
     "LoraSlice",
@@ -43,7 +46,7 @@ __all__ = [
 ]
 
 Array = Any
-"""A NumPy or CuPy array."""
+"""A NumPy or CuPy array; as an argument of an op or layer, an array of any library."""
 
 RowOrder = Literal["token_major", "k_major"]
 """How a pair (token t, choice j) is numbered: t·k + j, or j·T + t."""
@@ -68,6 +71,36 @@ for all experts; rank 0: the slot does not touch this module. CUDA side: lora/sl
 
 SLOT_ENTRY_BYTES = SLOT_ENTRY.itemsize
 
+FACTOR_PIECE = np.dtype(
+    [
+        ("source", "<u8"),
+        ("first", "<u8"),
+        ("target", "<u8", 2),
+        ("count", "<i4"),
+        ("source_type", "<i4"),
+        ("extent", "<i4", 3),
+        ("axis", "<i4", 3),
+        ("expert", "<i4"),
+        ("rows", "<i4"),
+        ("columns", "<i4"),
+        ("split", "<i4"),
+        ("interleaved", "<i4"),
+        ("packed", "<i4"),
+        ("ratio", "<f8"),
+    ]
+)
+"""Part of a file's tensor on its way into blocks of the arena (``unpack_factors``).
+
+Elements ``first`` to ``first + count`` (C order) of a tensor of shape ``extent`` lie at byte
+``source``; ``source_type`` 0: bfloat16, 1: float16, 2: float32. ``axis`` says of each of its
+dimensions whether it counts experts (0, from ``expert`` on), rows (1) or columns (2) of the result.
+A block has ``rows`` x ``columns`` of each expert, and ``packed`` its layout. Rows from ``split`` on
+go to the block at byte ``target[1]``, those before to ``target[0]``; where ``interleaved``, odd
+rows and even rows do. Elements are multiplied by ``ratio`` in float64 and rounded to float32 where
+it is not 1. CUDA side: adapters/unpack.cu."""
+
+FACTOR_PIECE_BYTES = FACTOR_PIECE.itemsize
+
 MAX_ROWS = 2**31 - 2048
 """Most rows R = T·k of a batch: row numbers, and those a block looks ahead, fit 32 bits."""
 
@@ -82,8 +115,12 @@ STATUS_BAD_SLOT, STATUS_BAD_RANK, STATUS_BAD_LAYOUT, STATUS_CAPACITY = 1, 1 << 8
 range, A in another layout than the caller can read, a list longer than the room given for it."""
 
 
+class ArrayBundle:
+    """Base of dataclasses, frozen, whose fields are arrays (of any library) and plain values."""
+
+
 @dataclass(frozen=True)
-class Routing:
+class Routing(ArrayBundle):
     """Rows sorted by (expert, slot, pair), or another stack's order given in the same form.
 
     row_to_pair: int32 [R], -1 for ghost rows (those from ``expert_first_token_offset[E]`` on).
@@ -108,7 +145,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Segments:
+class Segments(ArrayBundle):
     """Maximal runs of rows with one (expert, slot), and the row tiles of those with an adapter.
 
     start: int32 [S+1], first row of each segment, closed by the row behind the last one.
@@ -132,7 +169,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class TokenLora:
+class TokenLora(ArrayBundle):
     """Per module and token, what the token's slot holds: all arrays [M, T].
 
     rank int32 (0: none), a_ptr and b_ptr uint64 (expert 0), a_stride and b_stride int64 (bytes from
@@ -149,7 +186,7 @@ class TokenLora:
 
 
 @dataclass(frozen=True)
-class RowLora:
+class RowLora(ArrayBundle):
     """Per row: source token int32 [R] and local expert int32 [R] (-1 both for ghosts), and per
     module rank int32, a_ptr and b_ptr uint64, scale float32, each [M, R] (zeros for ghost and base
     rows).
@@ -164,7 +201,7 @@ class RowLora:
 
 
 @dataclass(frozen=True)
-class GemmProblems:
+class GemmProblems(ArrayBundle):
     """``D[m, n] = beta·D + alpha · A[m, k] · B[n, k]ᵀ`` for each of up to P problems.
 
     m, n, k int32 [P]; a, b, d uint64 [P] addresses; lda, ldb, ldd int64 [P] elements between rows;
@@ -185,7 +222,7 @@ class GemmProblems:
 
 
 @dataclass(frozen=True)
-class LoraProblems:
+class LoraProblems(ArrayBundle):
     """Shrink and expand problems of one LoRA module, and optional split-K offsets int64 [P+1]."""
 
     shrink: GemmProblems

@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), 
 
 
 def test_there_are_examples() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

@@ -308,7 +308,10 @@ struct Consumer {
       float sums[NT * MT] = {};
       add_range(share, acc, sums);
 #pragma unroll
-      for (int i = 0; i < NT * MT; ++i) own[i] = tree[i].add(r, sums[i]);
+      for (int i = 0; i < NT * MT; ++i) {
+        // Of fewer rank tiles a thread has fewer elements.
+        if (i < NT * share.tiles) own[i] = tree[i].add(r, sums[i]);
+      }
     }
     if (!through) return;
     for (; held + fill.chunks < share_end; held += fill.chunks) next_stage();
