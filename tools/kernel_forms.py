@@ -80,6 +80,8 @@ class Form:
     def with_defines(self, **values: int) -> Form:
         """The form with these defines."""
         merged = {**dict(self.defines), **values}
+        if not merged.get("RING_PREFETCH"):
+            merged.pop("RING_PREFETCH_LINES", None)  # of no effect
         kept = {name: value for name, value in merged.items() if value != DEFINES[name]}
         return replace(self, defines=tuple(sorted(kept.items())))
 

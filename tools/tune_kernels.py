@@ -200,6 +200,7 @@ _MANY = {
 }
 
 
+_ALSO_MANY = ("wide", "rows", "next", "half", "most+rows", "all")
 _TALL_8 = {"RING_WEIGHT_BYTES_4": 8192}
 _TALL_ALL = {**_FLOWING, "RING_TURN_RANKS": 1}
 _TALL = {
@@ -217,22 +218,22 @@ _TALL = {
 
 
 def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
-    """The forms that differ from the shipped one for a target that these kernels serve."""
-    used = set(kernels)
+    """The forms that differ from the shipped one for a target that these kernels serve, those made
+    for such targets first."""
+    used = set(kernels) & {"ring", "cluster"}
+    many = target.tokens >= _MANY_TOKENS
+    if target.wide and many:
+        return _TALL
     forms: dict[str, Form] = {}
     if "ring" in used:
-        forms |= _RING | (_WIDE if target.wide else {})
-        forms |= _MANY if target.tokens >= _MANY_TOKENS else {}
+        forms |= _MANY if many else {}
+        forms |= _WIDE if target.wide else {}
+        forms |= _CUT if target.few else {}
+        forms |= {name: form for name, form in _RING.items() if not many or name in _ALSO_MANY}
     if "cluster" in used:
-        forms |= {name: form for name, form in _CLUSTER.items() if name not in forms}
         forms |= _WIDE_CLUSTER if target.wide else {}
-    if target.wide and target.tokens >= _MANY_TOKENS:
-        return _TALL
-    if used & {"ring", "cluster"}:
-        forms |= _SHAPES
-    if "ring" in used and target.few:
-        forms |= _CUT
-    return forms
+        forms |= {name: form for name, form in _CLUSTER.items() if name not in forms}
+    return forms | (_SHAPES if used else {})
 
 
 _RING_AXES: tuple[tuple[str, tuple[Any, ...]], ...] = (
