@@ -261,8 +261,9 @@ def test_a_run_keeps_what_it_measured(tmp_path: Path) -> None:
     assert [row["form"] for row in rows] == [form.text for form in worker.asked]
     lines = table(run.rows, [DECODE])
     assert "10.00   70.00   60.00   60.00  resident=0.5" in lines[1]
-    assert "half 60.00" in lines[-1]
-    assert "shipped again +0.0%" in lines[-1]
+    assert "half 60.00" in lines[-3]
+    assert "shipped again +0.0%" in lines[-3]
+    assert "half 0.857 (1)" in lines[-1]
 
 
 def test_a_lost_worker_costs_the_form_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +278,7 @@ def test_a_lost_worker_costs_the_form_it_ran(capsys: pytest.CaptureFixture[str])
     assert workers[1].asked[0] == SHIPPED  # what others are compared with
     (row,) = [row for row in run.rows if row["form"] == hung.text]
     assert row["failure"] == "no answer"
-    assert "rows bad" in table(run.rows, [DECODE])[-1]
+    assert "rows bad" in table(run.rows, [DECODE])[-3]
     assert "fail" in capsys.readouterr().out
 
 
@@ -292,7 +293,7 @@ def test_a_target_whose_worker_is_lost_again_and_again_is_left() -> None:
 def test_other_bits_are_told_and_never_the_best() -> None:
     wrong = SHIPPED.with_defines(RING_WIDE_Y=1)
     run, _ = run_with(lambda f: answer(1.0, equal=False) if f == wrong else answer(70.0))
-    assert "wide bad" in table(run.rows, [DECODE])[-1]
+    assert "wide bad" in table(run.rows, [DECODE])[-3]
     assert " 1.00" not in table(run.rows, [DECODE])[1]
 
 

@@ -605,7 +605,8 @@ def _advance(plan: Generator[Form, float | None, None], us: float | None) -> For
 
 
 def table(rows: Sequence[dict[str, Any]], targets: Sequence[Target] = TARGETS) -> list[str]:
-    """A line of times for each target, then one of its named forms."""
+    """A line of times for each target, one of its named forms, and what each of these does over
+    all targets."""
     heads = ("was", "bar", "floor", "shipped", "best", "nodes")
     lines = [f"{'us':22}" + "".join(f"{head:>8}" for head in heads)]
     forms = [""]
@@ -618,7 +619,23 @@ def table(rows: Sequence[dict[str, Any]], targets: Sequence[Target] = TARGETS) -
         numbers, best = _summary(target, good)
         lines.append(target.name.ljust(22) + "".join(f"{n:8.2f}" for n in numbers) + f"  {best}")
         forms.append(f"{target.name}: {_cells(target, own)}")
-    return [*lines, *forms]
+    return [*lines, *forms, "", f"against the shipped form: {_over_targets(rows, targets)}"]
+
+
+def _over_targets(rows: Sequence[dict[str, Any]], targets: Sequence[Target]) -> str:
+    """Named forms by the geometric mean of their times over the shipped form's, and of how many
+    targets."""
+    ratios: dict[str, list[float]] = {}
+    for target in targets:
+        own = [row for row in rows if row["target"] == target.name]
+        timed = {row["form"]: row["us"] for row in own if row.get("equal")}
+        kernels = kernels_in([x for row in own for x in row.get("launches", ())])
+        for name, form in named_forms(target, kernels).items():
+            if form.text in timed and SHIPPED.text in timed:
+                ratios.setdefault(name, []).append(timed[form.text] / timed[SHIPPED.text])
+    means = {name: statistics.geometric_mean(found) for name, found in ratios.items()}
+    ordered = sorted(means, key=lambda name: means[name])
+    return ", ".join(f"{name} {means[name]:.3f} ({len(ratios[name])})" for name in ordered)
 
 
 def _summary(target: Target, good: Sequence[dict[str, Any]]) -> tuple[list[float], str]:
