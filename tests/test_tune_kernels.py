@@ -297,7 +297,8 @@ def test_other_bits_are_told_and_never_the_best() -> None:
     assert " 1.00" not in table(run.rows, [DECODE])[1]
 
 
-def test_time_that_is_over_ends_a_target() -> None:
+def test_time_that_is_over_ends_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_kernels, "_LEAST_SECONDS", 0.0)
     run = Run(None, lambda _: Scripted(lambda _: answer(1.0)))
     run.target(DECODE, float("-inf"))
     assert [row["form"] for row in run.rows] == ["shipped"]

@@ -55,6 +55,9 @@ _BEHIND_REPLAYS = 101
 _FIRST_SECONDS = 90.0
 _ANSWER_SECONDS = 25.0
 _COMPILE_SECONDS = 110.0
+_LEAST_SECONDS = 8.0
+"""Of a target, once its process has started."""
+
 _MOST_LOST = 4
 
 
@@ -548,6 +551,7 @@ class Run:
         if not first.get("equal"):
             worker.stop()
             return
+        deadline = max(deadline, time.monotonic() + _LEAST_SECONDS)
         plan = search(target, kernels_in(first["launches"]))
         next(plan)
         form = _advance(plan, first["us"])
