@@ -57,12 +57,15 @@ def open_regular(path: Path) -> FileIO:
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError("not a regular file; put the file itself there")
-        return FileIO(handle)
+        regular = stat.S_ISREG(os.fstat(handle).st_mode)
     except BaseException:
         os.close(handle)
         raise
+    if not regular:
+        os.close(handle)
+        raise ValueError("not a regular file; put the file itself there")
+    # The object alone closes it: a number that is closed twice may be another thread's file.
+    return FileIO(handle)
 
 
 def read_json(

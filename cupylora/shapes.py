@@ -434,6 +434,7 @@ def _from_config(values: Mapping[str, Any], path: Path) -> ModelShape:
     if moe is None:
         dense += _dense_mlp_from_config(config, family, hidden)
     else:
+        _refuse_unread(config, family)
         dense_layers = _dense_layers(config, family, layers)
         dense += _beside_experts(
             hidden,
@@ -457,6 +458,25 @@ _DENSE_SIZES = {"llama4_text": "intermediate_size_mlp"}
 """Key of the width of an MLP in place of experts, where it is not intermediate_size."""
 
 _MAX_LAYERS = 1 << 16
+
+
+_LAYERED_KEYS = (
+    "first_k_dense_replace",
+    "mlp_only_layers",
+    "moe_layers",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+)
+"""Keys that say which MLPs a model has beside its experts; what they mean, its family decides."""
+
+
+def _refuse_unread(config: _Config, family: str) -> None:
+    told = [key for key in _LAYERED_KEYS if config.values.get(key)]
+    if family == _UNNAMED and told:
+        raise ArgumentError(
+            f"{config.path}: has {', '.join(told)}, but no model_type, which says what that means; "
+            f"add one of {', '.join(_MOE_FAMILIES)}, or remove them"
+        )
 
 
 def _shared_from_config(config: _Config, family: str, moe: MoeShape) -> int:
@@ -498,10 +518,11 @@ def _dense_layers(config: _Config, family: str, layers: int) -> tuple[int, ...]:
 
 
 def _layer_list(config: _Config, key: str, layers: int) -> tuple[int, ...]:
+    """Those of the listed layers that the model has: a config may be of one cut to fewer."""
     found = config.values.get(key) or []
-    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < layers for i in found):
-        raise config.error(key, f"a list of layers from 0 to {layers - 1} is needed")
-    return tuple(found)
+    if not isinstance(found, list) or not all(type(i) is int and i >= 0 for i in found):
+        raise config.error(key, "a list of layers' numbers is needed")
+    return tuple(i for i in found if i < layers)
 
 
 def _family(config: _Config) -> str:

@@ -72,6 +72,7 @@ class Producer:
     device: (type, number) it says. code, lanes: in place of the array's own. byte_offset: how much
     of the address is said as an offset. c_order: leave strides out. knows: keywords of
     ``__dlpack__`` that it understands. error: what it raises. capsule: one to give every time.
+    lies: fields of the tensor in the capsule that are to be other than they are.
     """
 
     array: np.ndarray
@@ -86,6 +87,7 @@ class Producer:
     knows: tuple[str, ...] = ("stream", "max_version", "copy")
     error: Exception | None = None
     capsule: Any = None
+    lies: dict[str, int] = field(default_factory=dict)
     deleted: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
     _kept: dict[int, Any] = field(default_factory=dict)
@@ -121,6 +123,8 @@ class Producer:
             0 if self.c_order else ctypes.addressof(strides),
             self.byte_offset if array.size else 0,
         )
+        for name, value in self.lies.items():
+            setattr(tensor, name, value)
         deleter = _Deleter(self._delete)
         address = ctypes.cast(deleter, ctypes.c_void_p).value
         managed: Any = (

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
+from cupylora.adapters.device_factors import FactorArrays
+from cupylora.adapters.factors import Adapter, LoraFactors
 from cupylora.adapters.names import Place, place
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable
@@ -250,6 +252,25 @@ def test_mlps_beside_the_experts(path: str, named_as_kohya: bool, tmp_path: Path
 def test_modules_that_a_layer_lacks(path: str, tmp_path: Path) -> None:
     message = refused(write(tmp_path, linear(path, *factors())), beside("mixed"))
     assert "no module of layer" in message
+
+
+@pytest.mark.parametrize("name", ["shared_up_proj", "dense_up_proj", "up_proj"])
+def test_an_attention_has_no_mlp(name: str, tmp_path: Path) -> None:
+    """Names of the model's own that no file has."""
+    tensors = linear(f"layers.1.self_attn.{name}", *factors())
+    assert "no module that is known" in refused(write(tmp_path, tensors), beside("mixed"))
+
+
+def test_factors_for_layers_that_lack_the_module() -> None:
+    model = beside("mixed")
+    table = SlotTable(model, LoraLimits(2, 8), "float32", arena=Arena(1 << 16))
+    a, b = np.ones((1, 2, 12), np.float32), np.ones((1, 20, 2), np.float32)
+    for key in ((0, "shared_up_proj"), (1, "dense_up_proj")):
+        with pytest.raises(AdapterFormatError, match="in other layers only"):
+            table.store_arrays("x", {key: FactorArrays(a, b, 1.0)})
+        with pytest.raises(AdapterFormatError, match="in other layers only"):
+            table.store(Adapter("x", {key: LoraFactors(a, b, 1.0)}))
+    table.store_arrays("x", {(1, "shared_up_proj"): FactorArrays(a, b, 1.0)})
 
 
 # Experts

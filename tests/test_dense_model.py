@@ -164,8 +164,10 @@ def test_layers_without_experts_and_shared_experts(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "layers from 0 to 2"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "layers from 0 to 2"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [-1]}, "a list of layers' numbers"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "a list of layers' numbers"),
+        ({"model_type": None, "mlp_only_layers": [0]}, "mlp_only_layers, but no model_type"),
+        ({"model_type": None, "n_shared_experts": 1}, "n_shared_experts, but no model_type"),
         ({"model_type": "deepseek_v3", "first_k_dense_replace": -1, **LATENT}, "0 or a positive"),
         ({"model_type": "deepseek_v3", "n_shared_experts": "2", **LATENT}, "n_shared_experts"),
         ({"model_type": "llama4_text", "moe_layers": [True]}, "moe_layers"),

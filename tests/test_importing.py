@@ -7,6 +7,8 @@ The work runs on NumPy here (the twin of ``unpack_factors``) and on a GPU where 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupylora import ops
-from cupylora.adapters import import_plan, importing
+from cupylora.adapters import import_plan, importing, safetensors_file
 from cupylora.adapters.importing import Importer
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
@@ -282,6 +284,96 @@ def test_arguments_of_unpack_factors(change: dict[str, Any], message: str) -> No
 
 def test_a_record_has_the_size_that_kernels_know() -> None:
     assert FACTOR_PIECE.itemsize == FACTOR_PIECE_BYTES == 96
+
+
+@pytest.mark.parametrize("form", ["one more expert", "two prefixes", "mixed types", "mixed ranks"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_whether_gate_and_up_share_a(form: str, equal: bool, tmp_path: Path) -> None:
+    """Told of what is built: an expert that one of both lacks has zeros there."""
+    moe = TOY.moe
+    rng = np.random.default_rng(0)
+    tensors: files.Tensors = {}
+    path = "layers.0.mlp.experts.{}.{}"
+    a = {e: files.random(rng, 4, moe.hidden) for e in range(2)}
+    for expert in range(2):
+        for name in ("gate_proj", "up_proj"):
+            if form == "one more expert" and (expert, name) == (1, "gate_proj"):
+                continue
+            own = a[expert]
+            if form == "one more expert" and expert == 1 and equal:
+                own = np.zeros_like(own)  # of one sign, unlike own * 0
+            if not equal and form != "one more expert" and (expert, name) == (1, "up_proj"):
+                own = own + 1
+            prefix = "model." if form == "two prefixes" and expert and name == "up_proj" else None
+            rank = 3 if form == "mixed ranks" and expert else 4
+            b = files.random(rng, moe.intermediate, rank)
+            made = files.linear(path.format(expert, name), own[:rank], b, prefix or files.PREFIX)
+            if form == "mixed types":
+                kind = ml_dtypes.bfloat16 if name == "up_proj" else np.float32
+                made = {n: t.astype(kind if expert else np.float32) for n, t in made.items()}
+            tensors |= made
+    ranks = {"experts.1.*": 3} if form == "mixed ranks" else {}
+    folder = files.write(tmp_path / "a", tensors, rank_pattern=ranks, alpha_pattern=ranks)
+    check_same(open_backend("numpy"), folder, TOY)
+    factors = read_adapter(folder, TOY).factors
+    assert (factors[0, "gate_proj"].a is factors[0, "up_proj"].a) == equal
+
+
+def test_threads_share_an_importer(tmp_path: Path) -> None:
+    backend = open_backend("numpy")
+    importer = Importer(backend, staging_bytes=1 << 18)
+    shapes = {"hidden": 1024, "intermediate": 64, "experts": 2}
+    model = files.model(**shapes)
+    folders, wanted = [], []
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        tensors: files.Tensors = {}
+        for layer in range(2):
+            for expert in range(2):
+                name = f"layers.{layer}.mlp.experts.{expert}.up_proj"
+                a, b = files.random(rng, 64, 1024), files.random(rng, 64, 64)
+                tensors |= files.linear(name, a, b)
+        folders.append(files.write(tmp_path / str(seed), tensors, r=64))
+        table = table_of(backend, model)
+        wanted.append(blocks(backend, table, table.store(read_adapter(folders[-1], model))))
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for _ in range(6):
+            table = table_of(backend, model)
+            stored = importer.store(folders[seed], table, name="x")
+            if blocks(backend, table, stored) != wanted[seed]:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed % 2,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_an_interrupt_at_a_bad_moment_loses_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of a store and whoever was to have its result."""
+
+    class Late(contextlib.ExitStack):
+        def __exit__(self, *details: Any) -> None:
+            super().__exit__(*details)
+            raise KeyboardInterrupt
+
+    runtime = cached(1 << 20, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_file, "ExitStack", Late)
+        for _ in range(12):
+            with pytest.raises(KeyboardInterrupt):
+                runtime.load("c", CONTRACTS)
+    for name in "abcd"[:2]:
+        runtime.load(name, CONTRACTS)
+    assert runtime.table.arena.used_bytes == 2 * SIZE
+
+
+SIZE = 100_352
+"""Bytes of contracts-r8."""
 
 
 # --- in the runtime ----------------------------------------------------------------------------

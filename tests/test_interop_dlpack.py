@@ -104,7 +104,7 @@ def test_producers_of_every_age_are_asked_as_they_understand(knows: tuple[str, .
         ({"device": (13, 0)}, "x is in managed memory of CUDA device 0; copy it to the host"),
         ({"device": (10, 0)}, r"x is on a device of another make \(DLPack type 10"),
         ({"error": BufferError("it needs a gradient")}, "x is a Producer .*it needs a gradient"),
-        ({"capsule": 7}, r"x: its __dlpack__ gave no DLPack capsule: 7"),
+        ({"capsule": 7}, "x: its __dlpack__ gave what is no DLPack capsule, a int"),
     ],
 )
 def test_refusals_name_argument_reason_and_remedy(options: Any, message: str) -> None:
@@ -378,3 +378,86 @@ def test_jax_on_the_host() -> None:
     assert np.asarray(back).tobytes() == expected.tobytes()
     with pytest.raises(ArgumentError, match=r"out is an array of jax.*, which may not be written"):
         _activation(x, out=jax.numpy.zeros((4, 32), BFLOAT16))
+
+
+# --- producers that lie ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lies", "message"),
+    [
+        ({"device_type": 2}, "its capsule says"),
+        ({"ndim": 33}, "33 dimensions"),
+        ({"ndim": 100_000_000}, "100000000 dimensions"),
+        ({"ndim": -3}, "-3 dimensions"),
+        ({"shape": 0}, "shape at 0x0"),
+        ({"byte_offset": 2**64 - 8}, "leads beyond all addresses"),
+    ],
+)
+def test_capsules_that_say_what_cannot_be(lies: dict[str, int], message: str) -> None:
+    producer = Producer(_bf16(3, 4), lies=lies)
+    with pytest.raises(ArgumentError, match=message):
+        borrow("x", producer, on_device=False)
+    assert producer.deleted == 1
+
+
+@pytest.mark.parametrize("kind", ["shape", "strides"])
+def test_sizes_beyond_all_addresses(kind: str) -> None:
+    array = _bf16(2, 4)
+    address = array.ctypes.data
+    far = {"shape": (2**62, 4), "strides": (2**62, 2)}[kind]
+    shape, strides = (far, None) if kind == "shape" else ((5, 4), far)
+    with pytest.raises(ArgumentError, match="beyond all addresses"):
+        ArrayView(address, shape, "bfloat16", "cpu", strides)
+    with pytest.raises(ArgumentError, match="at most 32"):
+        ArrayView(address, (1,) * 33, "bfloat16", "cpu")
+    with pytest.raises(ArgumentError, match="beyond all addresses"):
+        ArrayView(2**64, (1,), "bfloat16", "cpu")
+    with pytest.raises(ArgumentError, match="beyond all addresses"):
+        ArrayView(address, (3,), "bfloat16", "cpu", (-(2**61),))
+    assert ArrayView(address + 6, (4,), "bfloat16", "cpu", (-2,)).shape == (4,)
+    for device in (2**40, -1, True, np.array([1, 2])):
+        with pytest.raises(ArgumentError, match=r"ArrayView\.device"):
+            ArrayView(address, (1,), "bfloat16", device)
+    with pytest.raises(ArgumentError, match="array is a list"):
+        ArrayView.of([1, 2])
+
+
+class Odd:
+    """Somebody else's class, whose every answer is an exception."""
+
+    __module__ = None  # type: ignore[assignment]
+
+    @property
+    def __dlpack__(self) -> Any:
+        raise RuntimeError("no")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("never")
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("cannot say")
+
+
+def test_exceptions_of_producers_become_ours() -> None:
+    for value in (
+        Odd(),
+        Producer(_bf16(2), error=UnspeakableError()),
+        Producer(_bf16(2), capsule=object()),
+    ):
+        with pytest.raises(ArgumentError):
+            borrow("x", value, on_device=False)
+
+
+def test_arrays_that_may_not_change_are_viewed_read_only() -> None:
+    """JAX's capsules do not say it."""
+    kind = type("Array", (Producer,), {"__module__": "jaxlib.xla_extension"})
+    array = np.zeros((2, 8), np.float32)
+    view = NumpyBackend().view(kind(array))
+    assert not view.flags.writeable
+    x = np.ones((2, 16), np.float32)
+    with pytest.raises(ArgumentError, match="read-only"):
+        ops.activation(x, kind="silu", gated=True, out=view)
+    assert not array.any()

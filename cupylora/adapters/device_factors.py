@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora import ops
-from cupylora.adapters.factors import checked_scale
+from cupylora.adapters.factors import check_in_layer, checked_scale
 from cupylora.checks import INT32_MAX, check_array, check_type
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.interop.convert import borrow
@@ -105,6 +105,7 @@ def check_arrays(
                 f"{where} is no (layer, module) of model {shown(model.name)}, which has "
                 f"{model.layers} layers of {', '.join(modules)}"
             )
+        check_in_layer(where, modules[module], layer, model)
         check_type(where, value, FactorArrays)
         rank = _check_pair(where, value, modules[module], dtype, on_device)
         if rank > limits.max_rank:

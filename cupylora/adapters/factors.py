@@ -24,6 +24,7 @@ from cupylora.text import counted, quoted, shown
 __all__ = [
     "Adapter",
     "LoraFactors",
+    "check_in_layer",
     "check_rank",
     "checked_scale",
     "synthetic_adapter",
@@ -166,6 +167,7 @@ class Adapter:
                     f"{', '.join(modules)}; load an adapter of this model"
                 )
             module = modules[name]
+            check_in_layer(where, module, layer, model)
             _check_shape(
                 f"{where}: A", factors.a, model.name, module.experts, 2, module.in_features
             )
@@ -173,6 +175,15 @@ class Adapter:
                 f"{where}: B", factors.b, model.name, module.experts, 1, module.out_features
             )
             check_rank(where, factors.rank, limits)
+
+
+def check_in_layer(where: str, module: ModuleShape, layer: int, model: ModelShape) -> None:
+    """Raise AdapterFormatError, beginning with ``where``, if ``layer`` has no such dense module."""
+    if not module.is_in(layer):
+        raise AdapterFormatError(
+            f"{where}: model {shown(model.name)} has {module.name} in other layers only; leave it "
+            "out, or load an adapter of this model"
+        )
 
 
 def check_rank(where: str, rank: int, limits: LoraLimits) -> None:

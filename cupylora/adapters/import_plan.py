@@ -19,7 +19,7 @@ from cupylora.adapters.factors import checked_scale
 from cupylora.adapters.packed import AdapterLayout, block_bytes, stride_of, table_row
 from cupylora.adapters.peft import OpenAdapter, check_ranks, same_bytes
 from cupylora.adapters.slots import SlotTable
-from cupylora.adapters.units import Pair, Unit, common_dtype_of
+from cupylora.adapters.units import Pair, Unit, a_dtype, is_stacked
 from cupylora.reference.unpack_factors import MOST_PIECES, PIECE_ELEMENTS, SOURCE_TYPES
 from cupylora.worklists import FACTOR_PIECE, PACKED, SLOT_ENTRY
 
@@ -27,7 +27,6 @@ __all__ = ["Chunk", "ImportPlan", "chunks_of", "most_pieces", "plan_import"]
 
 _NO_SPLIT = 2**31 - 1
 _EXPERT, _ROW, _COLUMN = 0, 1, 2
-_COMPARED_BYTES = 1 << 20
 
 
 def most_pieces(nbytes: int) -> int:
@@ -133,24 +132,23 @@ class _Planner:
         return self._in_file_order(layout)
 
     def _same_a(self, gate: Unit, up: Unit) -> bool:
-        """Whether both have the same A, as ``read_adapter`` judges it."""
-        if gate.order or up.order or len(gate.pairs) != len(up.pairs) or gate.ranks != up.ranks:
+        """Whether both have the same A, as ``read_adapter`` judges it once they are built."""
+        if gate.order or up.order or gate.a_shape != up.a_shape or a_dtype(gate) != a_dtype(up):
             return False
-        if _is_stacked(gate) and common_dtype_of(gate) != common_dtype_of(up):
-            return False
-        weights = self._opened.weights
+        experts = {pair.key.expert for unit in (gate, up) for pair in unit.pairs}
         return all(
-            one.key.expert == two.key.expert
-            and (one.a.shape, one.a.dtype) == (two.a.shape, two.a.dtype)
-            and all(
-                map(
-                    same_bytes,
-                    weights.pieces(one.a_name, _COMPARED_BYTES),
-                    weights.pieces(two.a_name, _COMPARED_BYTES),
-                )
-            )
-            for one, two in zip(gate.pairs, up.pairs, strict=True)
+            same_bytes(self._a_of(gate, expert), self._a_of(up, expert)) for expert in experts
         )
+
+    def _a_of(self, unit: Unit, expert: int) -> npt.NDArray[Any]:
+        """The A that an expert has once a unit is built, flat: what it lacks is zeros."""
+        size = math.prod(unit.a_shape) // (unit.experts if is_stacked(unit) else 1)
+        values = np.zeros(size, a_dtype(unit))
+        for pair in unit.pairs:
+            if pair.key.expert == expert:
+                [own] = self._opened.weights.pieces(pair.a_name, pair.a.nbytes)
+                values[: own.size] = own
+        return values
 
     def _new_block(self, shape: tuple[int, int, int]) -> int:
         self._sizes.append(block_bytes(math.prod(shape) * self._table.dtype.itemsize))
@@ -224,11 +222,6 @@ class _Planner:
         start = begin[tensor] + first * itemsize[tensor]
         end = start + pieces["count"] * itemsize[tensor]
         return ImportPlan(layout, pieces, file[tensor], start, end)
-
-
-def _is_stacked(unit: Unit) -> bool:
-    """Whether its A is put together of several tensors, in a type that holds all of them."""
-    return unit.experts > 1 and len(unit.pairs[0].a.shape) == 2
 
 
 def _extent(

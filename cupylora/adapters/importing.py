@@ -11,6 +11,7 @@ reading then says which. Both ways give the same bytes.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from cupylora.adapters.peft import open_adapter, read_adapter
 from cupylora.adapters.safetensors_file import WeightFiles
 from cupylora.adapters.slots import SlotTable, StoredAdapter
 from cupylora.backend import ArrayBackend
-from cupylora.checks import check_int
+from cupylora.checks import check_int, check_type
 from cupylora.reference.unpack_factors import PIECE_ELEMENTS
 from cupylora.worklists import FACTOR_PIECE_BYTES
 
@@ -63,14 +64,17 @@ class Importer:
         self._backend = backend
         self._bytes = check_int("staging_bytes", staging_bytes, 4 * PIECE_ELEMENTS)
         self._ring: Iterator[_Staging] | None = None
+        self._lock = threading.Lock()
 
     def store(
         self, path: str | Path, table: SlotTable, *, name: str, say: Say = lambda _: None
     ) -> StoredAdapter:
         """What ``table.store(read_adapter(path, ...))`` gives.
 
-        Work goes to the current stream and is over on return. Raises as those two do.
+        Work goes to the current stream and is over on return. May be called from any thread, for
+        tables of their own. Raises as those two do, ArgumentError for a ``name`` that is none.
         """
+        check_type("name", name, str)
         say("reading")
         with open_adapter(path, table.model) as opened:
             plan = plan_import(table, name, opened)
@@ -89,8 +93,9 @@ class Importer:
             pieces = plan.pieces.copy()
             pieces["target"] = np.array(offsets, np.uint64)[plan.pieces["target"].astype(np.intp)]
             fault = self._backend.zeros(1, np.int32)
-            for chunk in chunks_of(plan, self._bytes):
-                self._send(weights, plan, chunk, pieces[chunk.pieces], table, fault)
+            with self._lock:  # the staging is one for all
+                for chunk in chunks_of(plan, self._bytes):
+                    self._send(weights, plan, chunk, pieces[chunk.pieces], table, fault)
             if self._backend.to_host(fault)[0]:
                 raise _FaultError
 

@@ -68,7 +68,7 @@ _RULES: tuple[tuple[str, Form], ...] = (
     (rf"(?:mlp|feed_forward)\.shared_experts?\.(?P<module>{_MLP})", "shared"),
     # Llama, Mistral, Qwen: mlp; the dense layers of Llama-4: feed_forward
     (rf"(?:mlp|feed_forward)\.(?P<module>{_MLP})", "mlp"),
-    (rf"self_attn\.(?P<module>(?!(?:{_MLP})$)\w+)", "dense"),
+    (rf"self_attn\.(?P<module>(?!(?:shared_|dense_)?(?:{_MLP})$)\w+)", "dense"),
 )
 """Path within a layer → form; the groups give module and expert. The first that matches counts."""
 

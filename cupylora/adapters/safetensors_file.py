@@ -207,18 +207,14 @@ class _OpenFile:
     def _bytes(self, begin: int, size: int) -> Array:
         """``size`` bytes of the data from ``begin`` on, in memory of their own."""
         try:
-            self.file.seek(self.start + begin)
-            body = np.fromfile(self.file, dtype=np.uint8, count=size)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
+            body = np.empty(size, np.uint8)
         except MemoryError as error:
             raise _error(
                 self.path,
                 f"has {byte_size(size)} of tensors, more than memory holds; load it where "
                 "there is more, or save the adapter again if it should be smaller",
             ) from error
-        if body.size != size:
-            raise _shorter(self.path)
+        self.read_into(begin, body)
         return body
 
 

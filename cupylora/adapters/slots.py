@@ -15,7 +15,9 @@ entries, and gives back what it took.
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,24 +226,44 @@ class SlotInfo:
     arena_bytes: int
 
 
-@dataclass
+class _Room:
+    """Blocks that nobody serves from yet. If whoever has it drops it, as where an interrupt came
+    at a bad moment, the blocks go to ``dropped``, and are free at the table's next store."""
+
+    def __init__(self, dropped: deque[list[int]]) -> None:
+        self.offsets: list[int] = []
+        self._finalizer = weakref.finalize(self, dropped.append, self.offsets)
+        self._finalizer.atexit = False
+
+    def take(self) -> list[int]:
+        """The blocks, which are the caller's from now on."""
+        self._finalizer.detach()
+        return self.offsets
+
+
+@dataclass(eq=False)
 class StoredAdapter:
     """What ``SlotTable.store`` made: an adapter's blocks, and the rows that will point at them.
 
-    layout: what it was made of. offsets: None once it was placed or discarded.
+    layout: what it was made of. One that is dropped is discarded by the table's next store.
     """
 
     layout: AdapterLayout
     info: SlotInfo
     records: npt.NDArray[np.void]
-    offsets: list[int] | None
+    _room: _Room | None
+
+    @property
+    def offsets(self) -> list[int] | None:
+        """Where its blocks are in the arena; None once it was placed or discarded."""
+        return None if self._room is None else self._room.offsets
 
     def take(self) -> list[int]:
         """The blocks, once. Raises ArgumentError where they were taken before."""
-        if self.offsets is None:
+        if self._room is None:
             raise ArgumentError(f"adapter {self.info.name} was placed or discarded before")
-        taken, self.offsets = self.offsets, None
-        return taken
+        room, self._room = self._room, None
+        return room.take()
 
 
 class SlotTable:
@@ -283,6 +305,7 @@ class SlotTable:
         self._info: list[SlotInfo | None] = [None] * limits.max_loras
         self._offsets: list[list[int]] = [[] for _ in range(limits.max_loras)]
         self._loads = 0
+        self._dropped: deque[list[int]] = deque()
 
     @property
     def slots(self) -> tuple[SlotInfo | None, ...]:
@@ -351,14 +374,16 @@ class SlotTable:
         arena. Raises ArgumentError for a layout of another table, CapacityError as ``load`` does,
         and what ``write`` raises."""
         self._check_layout(layout)
-        offsets: list[int] = []
+        while self._dropped:
+            self._free(self._dropped.popleft())
+        room = _Room(self._dropped)
+        offsets = room.offsets
         try:
             for size in layout.sizes:
-                offset = self.arena.alloc(size)
-                offsets.append(offset)
+                offsets.append(self.arena.alloc(size))
             write(offsets)
         except BaseException:
-            self._free(offsets)
+            self._free(room.take())
             raise
         self._loads += 1
         records = layout.records.copy()
@@ -368,7 +393,7 @@ class SlotTable:
             records[pointer][used] = starts[layout.records[pointer][used].astype(np.intp)]
         records["generation"][used] = self._loads
         info = SlotInfo(layout.name, self._loads, layout.max_rank, layout.nbytes)
-        return StoredAdapter(layout, info, records, offsets)
+        return StoredAdapter(layout, info, records, room)
 
     def store_arrays(
         self, name: str, factors: Mapping[tuple[int, str], FactorArrays]

@@ -26,10 +26,12 @@ __all__ = [
     "Pair",
     "StackedOrder",
     "Unit",
+    "a_dtype",
     "check_finite",
     "common_dtype",
     "common_dtype_of",
     "groups_of",
+    "is_stacked",
     "scaled",
     "single",
 ]
@@ -201,6 +203,16 @@ def common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
 def common_dtype_of(unit: Unit) -> np.dtype[Any]:
     """The one dtype of a unit's tensors, as ``common_dtype`` says."""
     return common_dtype(info.dtype for pair in unit.pairs for info in (pair.a, pair.b))
+
+
+def is_stacked(unit: Unit) -> bool:
+    """Whether it is put together of one pair an expert."""
+    return unit.order is None and unit.experts > 1 and len(unit.pairs[0].a.shape) == 2
+
+
+def a_dtype(unit: Unit) -> np.dtype[Any]:
+    """The dtype of the A that ``Unit.build`` makes."""
+    return common_dtype_of(unit) if is_stacked(unit) else unit.pairs[0].a.dtype
 
 
 def _unstack(a: Array, b: Array, experts: int, order: StackedOrder) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from cupylora.checks import is_on_device
 from cupylora.errors import ArgumentError
 from cupylora.interop import dlpack, layout
 from cupylora.interop.cuda_interface import read_interface
-from cupylora.interop.kinds import is_foreign, is_own
+from cupylora.interop.kinds import home_of, is_foreign, is_own, offers
 from cupylora.interop.layout import Memory
 from cupylora.interop.lifetimes import Lease, release_finished
 from cupylora.interop.streams import dlpack_stream, order_behind, require_device
@@ -53,9 +53,9 @@ def lives_on_device(name: str, value: Any) -> bool:
 
 def _only_interface(value: Any) -> bool:
     """DLPack says more, so it goes first where there are both."""
-    if hasattr(value, "__dlpack_device__"):
+    if offers(value, "__dlpack_device__"):
         return False
-    return hasattr(value, "__cuda_array_interface__") or not hasattr(value, "__dlpack__")
+    return offers(value, "__cuda_array_interface__") or not offers(value, "__dlpack__")
 
 
 def borrow(name: str, value: Any, *, on_device: bool, written: bool = False) -> Any:
@@ -79,12 +79,16 @@ def borrow(name: str, value: Any, *, on_device: bool, written: bool = False) -> 
     if isinstance(value, list | tuple):
         parts = [borrow(f"{name}[{i}]", part, **options) for i, part in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
-    if written and type(value).__module__.partition(".")[0] in _IMMUTABLE:
+    if written and _is_immutable(value):
         raise ArgumentError(
-            f"{name} is an array of {type(value).__module__.partition('.')[0]}, which may not be "
-            "written; give an array of the backend (backend.empty), which that library can import"
+            f"{name} is an array of {home_of(type(value))}, which may not be written; give an "
+            "array of the backend (backend.empty), which that library can import"
         )
     return _device_view(name, value, written) if on_device else _host_view(name, value, written)
+
+
+def _is_immutable(value: Any) -> bool:
+    return home_of(type(value)) in _IMMUTABLE
 
 
 def _require_writable(name: str, read_only: bool, written: bool) -> None:
@@ -106,6 +110,9 @@ class _Span:
 
 def _host_view(name: str, value: Any, written: bool) -> Array:
     found = _host_memory(name, value)
+    if _is_immutable(value):
+        found = found._replace(read_only=True)
+    layout.check_memory(name, found)
     _require_writable(name, found.read_only, written)
     if 0 in found.shape:  # there is nothing to look at, and perhaps no address
         return np.empty(found.shape, found.dtype)
@@ -136,7 +143,7 @@ def _host_memory(name: str, value: Any) -> Memory:
     kind, number = dlpack.device_of(name, value)
     if kind not in (layout.CPU, layout.CUDA_HOST):
         raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_HOST}")
-    return dlpack.export(name, value, None)
+    return dlpack.export(name, value, None, (kind, number))
 
 
 # --- device --------------------------------------------------------------------------------------
@@ -150,6 +157,7 @@ def _device_view(name: str, value: Any, written: bool) -> Array:
     cuda = cupy.cuda
     stream, here = cuda.get_current_stream(), int(cuda.runtime.getDevice())
     found = _device_memory(name, value, stream, here)
+    layout.check_memory(name, found)
     _require_writable(name, found.read_only, written)
     pointer, dtype = found.pointer, found.dtype
     if pointer % dtype.itemsize:
@@ -174,7 +182,7 @@ def _device_memory(name: str, value: Any, stream: Any, here: int) -> Memory:
         raise ArgumentError(f"{name} is {_place(kind, number)}; {_TO_DEVICE}")
     if kind == layout.CUDA:
         _require_here(name, number, here)
-    return dlpack.export(name, value, dlpack_stream(value, int(stream.ptr)))
+    return dlpack.export(name, value, dlpack_stream(value, int(stream.ptr)), (kind, number))
 
 
 def _viewed_memory(name: str, view: ArrayView, stream: Any, here: int) -> Memory:

@@ -60,18 +60,19 @@ def device_of(name: str, value: Any) -> tuple[int, int]:
     except Exception as error:
         raise ArgumentError(
             f"{name} is a {type(value).__name__} that does not tell its device "
-            f"(__dlpack_device__: {error}); give an array that does, or an ArrayView of its memory"
+            f"(__dlpack_device__: {_told(error)}); give an array that does, or an ArrayView of its "
+            "memory"
         ) from error
 
 
-def export(name: str, value: Any, stream: int | None) -> Memory:
-    """Ask ``value`` for its memory, and take it over.
+def export(name: str, value: Any, stream: int | None, device: tuple[int, int]) -> Memory:
+    """Ask ``value``, whose ``device_of`` is known, for its memory, and take it over.
 
     stream: as ``__dlpack__`` takes it: of the device work that will use the memory, so that the
     producer makes it wait; -1: do not; None: none is meant. Raises ArgumentError naming the
     argument ``name`` for whatever the producer refuses, and for what cannot be taken as it is.
     """
-    return _take(name, _capsule(name, value, stream))
+    return _take(name, _capsule(name, value, stream), device)
 
 
 def _capsule(name: str, value: Any, stream: int | None) -> Any:
@@ -85,18 +86,27 @@ def _capsule(name: str, value: Any, stream: int | None) -> Any:
     except Exception as error:
         raise ArgumentError(
             f"{name} is a {type(value).__name__} that does not hand out its memory (__dlpack__: "
-            f"{error}); give an array that does, or an ArrayView of its memory"
+            f"{_told(error)}); give an array that does, or an ArrayView of its memory"
         ) from error
 
 
-def _take(name: str, capsule: Any) -> Memory:
+def _told(error: Exception) -> str:
+    """What an exception of somebody else's says, if it can be asked."""
+    try:
+        return str(error)
+    except Exception:  # its own code
+        return type(error).__name__
+
+
+def _take(name: str, capsule: Any, device: tuple[int, int]) -> Memory:
     try:
         label = _name_of(capsule)
     except ValueError:  # no capsule
         label = None
     if label not in _USED:
         used = label in _USED.values()
-        what = "a capsule that was consumed before" if used else f"no DLPack capsule: {capsule!r}"
+        got = f"what is no DLPack capsule, a {type(capsule).__name__}"
+        what = "a capsule that was consumed before" if used else got
         raise ArgumentError(f"{name}: its __dlpack__ gave {what}; each call has to give a new one")
     address = _pointer(capsule, label)
     # From here on the memory is ours to give back, whatever is found in it.
@@ -105,11 +115,11 @@ def _take(name: str, capsule: Any) -> Memory:
         *tensor, _, deleter = layout.LEGACY_FIELDS.unpack(
             ctypes.string_at(address, layout.LEGACY_FIELDS.size)
         )
-        return _exported(name, tensor, _Owner(address, deleter), read_only=False)
-    return _take_versioned(name, address)
+        return _exported(name, tensor, _Owner(address, deleter), device, read_only=False)
+    return _take_versioned(name, address, device)
 
 
-def _take_versioned(name: str, address: int) -> Memory:
+def _take_versioned(name: str, address: int, device: tuple[int, int]) -> Memory:
     head = layout.VERSIONED_HEAD.unpack(ctypes.string_at(address, layout.VERSIONED_HEAD.size))
     major, minor, _, deleter, flags = head
     owner = _Owner(address, deleter)
@@ -124,11 +134,23 @@ def _take_versioned(name: str, address: int) -> Memory:
         )
     start = address + layout.VERSIONED_HEAD.size
     tensor = layout.TENSOR_FIELDS.unpack(ctypes.string_at(start, layout.TENSOR_FIELDS.size))
-    return _exported(name, tensor, owner, read_only=bool(flags & layout.READ_ONLY))
+    return _exported(name, tensor, owner, device, read_only=bool(flags & layout.READ_ONLY))
 
 
-def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Memory:
-    data, _, _, ndim, code, bits, lanes, shape_at, strides_at, offset = tensor
+def _exported(
+    name: str, tensor: Any, owner: _Owner, device: tuple[int, int], *, read_only: bool
+) -> Memory:
+    data, *where, ndim, code, bits, lanes, shape_at, strides_at, offset = tensor
+    if _memory_of(*where) != _memory_of(*device):
+        raise ArgumentError(
+            f"{name} says that it is on DLPack device {device}, but its capsule says {where}; the "
+            "library that made it is at fault"
+        )
+    if not 0 <= ndim <= layout.MOST_DIMENSIONS or (ndim and not shape_at):
+        raise ArgumentError(
+            f"{name} is exported with {ndim} dimensions (shape at {shape_at:#x}); 0 to "
+            f"{layout.MOST_DIMENSIONS} can be"
+        )
     dtype = layout.DTYPES.get((code, bits, lanes))
     if dtype is None:
         raise ArgumentError(
@@ -142,6 +164,11 @@ def _exported(name: str, tensor: Any, owner: _Owner, *, read_only: bool) -> Memo
     if strides_at:
         strides = tuple([size * stride for stride in _int64s(strides_at, ndim)])
     return Memory(data + offset, shape, dtype, strides, read_only, owner)
+
+
+def _memory_of(kind: int, number: int) -> tuple[int, int]:
+    """What has to agree: libraries number the host, and call pinned memory, as they like."""
+    return (layout.CPU, 0) if kind in (layout.CPU, layout.CUDA_HOST) else (kind, number)
 
 
 def _int64s(address: int, count: int) -> tuple[int, ...]:

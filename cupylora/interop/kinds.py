@@ -16,7 +16,7 @@ import numpy as np
 from cupylora.interop.view import ArrayView
 from cupylora.worklists import ArrayBundle
 
-__all__ = ["OWN_TYPES", "all_own", "is_foreign", "is_own"]
+__all__ = ["OWN_TYPES", "all_own", "home_of", "is_foreign", "is_own", "offers"]
 
 OWN_TYPES: set[type] = {np.ndarray, int, float, bool, str, type(None)}
 """Types whose instances are never converted, found so far. They may be added to, never removed."""
@@ -45,6 +45,12 @@ def all_own(values: Iterable[Any]) -> bool:
     return True
 
 
+def home_of(kind: type) -> str:
+    """The library that a type is of."""
+    module = getattr(kind, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
 def is_own(value: Any) -> bool:
     """Whether ``value`` needs no conversion; this says nothing about its fitting."""
     return type(value) in OWN_TYPES or _look_into(value)
@@ -60,7 +66,15 @@ def is_foreign(value: Any) -> bool:
     if any(hasattr(kind, protocol) for protocol in _PROTOCOLS):
         _FOREIGN.add(kind)
         return True
-    return any(hasattr(value, protocol) for protocol in _PROTOCOLS)
+    return any(offers(value, protocol) for protocol in _PROTOCOLS)
+
+
+def offers(value: Any, protocol: str) -> bool:
+    """Whether ``value`` has what a protocol asks for."""
+    try:
+        return hasattr(value, protocol)
+    except Exception:  # the value's own code
+        return False
 
 
 def _look_into(value: Any) -> bool:
@@ -74,7 +88,7 @@ def _look_into(value: Any) -> bool:
         return False
     # An instance of any other class might still bring a protocol of its own.
     kind = type(value)
-    if _is_native(value) or kind.__module__.partition(".")[0] in ("builtins", "cupylora", "numpy"):
+    if _is_native(value) or home_of(kind) in ("builtins", "cupylora", "numpy"):
         OWN_TYPES.add(kind)
     return True
 

@@ -7,12 +7,15 @@ an array comes down to, :class:`Memory`.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupylora.dtypes import BFLOAT16
+from cupylora.errors import ArgumentError
+from cupylora.text import quoted
 
 __all__ = [
     "COPIED",
@@ -23,6 +26,7 @@ __all__ = [
     "DTYPES",
     "LEGACY",
     "LEGACY_FIELDS",
+    "MOST_DIMENSIONS",
     "READ_ONLY",
     "TENSOR_FIELDS",
     "VERSION",
@@ -30,6 +34,8 @@ __all__ = [
     "VERSIONED_HEAD",
     "Deleter",
     "Memory",
+    "c_strides",
+    "check_memory",
     "python_function",
 ]
 
@@ -62,6 +68,13 @@ DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
 """By type code, bits and lanes."""
 
 
+MOST_DIMENSIONS = 32
+"""More than any argument has, and no more than NumPy and CuPy take."""
+
+_ADDRESSES = 1 << 64
+_LARGEST = (1 << 63) - 1
+
+
 class Memory(NamedTuple):
     """Where an array lies. strides: in bytes; None: C order. owner: keeps it; None: the caller."""
 
@@ -71,6 +84,36 @@ class Memory(NamedTuple):
     strides: tuple[int, ...] | None
     read_only: bool
     owner: object
+
+
+def check_memory(name: str, memory: Memory) -> None:
+    """Raise ArgumentError, naming the argument, for what no machine has in its memory: too many
+    dimensions, or sizes and strides that lead beyond all addresses."""
+    shape, itemsize = memory.shape, memory.dtype.itemsize
+    if len(shape) > MOST_DIMENSIONS:
+        raise ArgumentError(f"{name} has {len(shape)} dimensions; at most {MOST_DIMENSIONS} can be")
+    strides = c_strides(shape, itemsize) if memory.strides is None else memory.strides
+    reach = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
+    first = memory.pointer + sum(step for step in reach if step < 0)
+    last = memory.pointer + sum(step for step in reach if step > 0) + itemsize
+    # Products count extents of 0 as 1, as NumPy's own check does.
+    total = math.prod(max(1, extent) for extent in shape) * itemsize
+    fits = 0 <= memory.pointer < _ADDRESSES and total <= _LARGEST
+    fits = fits and all(abs(stride) <= _LARGEST for stride in strides)
+    if not fits or (0 not in shape and not 0 <= first <= last <= _ADDRESSES):
+        raise ArgumentError(
+            f"{name} of shape {quoted(shape)} and strides {quoted(strides)} at address "
+            f"{memory.pointer:#x} leads beyond all addresses; describe the memory that there is"
+        )
+
+
+def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Bytes from one element to the next of each axis, in C order."""
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(1, extent)
+    return tuple(reversed(strides))
 
 
 Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

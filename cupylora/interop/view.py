@@ -70,12 +70,14 @@ class ArrayView:
         pointer = _integer("pointer", self.pointer)
         if pointer < 0 or (pointer == 0 and 0 not in shape):
             raise ArgumentError(f"ArrayView.pointer is {pointer}; an address is needed")
-        device = self.device if self.device == "cpu" else _integer("device", self.device)
-        if device != "cpu" and device < 0:
+        named = isinstance(self.device, str) and self.device == "cpu"
+        device: int | str = "cpu" if named else _integer("device", self.device)
+        if isinstance(device, int) and not 0 <= device < 1 << 31:
             raise ArgumentError(f'ArrayView.device is {device}; "cpu" or a number is needed')
         dtype = _dtype(self.dtype)
         checked = {"pointer": pointer, "shape": shape, "strides": strides, "dtype": dtype}
         memory = Memory(pointer, shape, dtype, strides, not self.writable, self.owner)
+        layout.check_memory("ArrayView", memory)
         for name, value in (*checked.items(), ("device", device), ("memory", memory)):
             object.__setattr__(self, name, value)
 
@@ -83,7 +85,12 @@ class ArrayView:
     def of(cls, array: Array) -> ArrayView:
         """A view of a NumPy or CuPy array, which it keeps; of CuPy's: written on the current
         stream, which its importers wait for."""
-        shape, strides = tuple(array.shape), tuple(array.strides)
+        try:
+            shape, strides = tuple(array.shape), tuple(array.strides)
+        except AttributeError:
+            raise ArgumentError(
+                f"array is a {type(array).__name__}; a NumPy or CuPy array is needed"
+            ) from None
         if isinstance(array, np.ndarray):
             writable, at = bool(array.flags.writeable), int(array.ctypes.data)
             return cls(at, shape, array.dtype, "cpu", strides, writable, owner=array)
@@ -109,17 +116,13 @@ class ArrayView:
         if self.stream is not None and self.device != "cpu" and stream != _NO_WAIT:
             order_behind("the view", self.stream, as_stream("stream", stream or 0))
         memory = self.memory._replace(strides=self._byte_strides(), owner=self)
-        versioned = max_version is not None and max_version >= layout.VERSION
+        versioned = max_version is not None and tuple(max_version) >= layout.VERSION
         return make_capsule(memory, self.__dlpack_device__(), versioned=versioned)
 
     def _byte_strides(self) -> tuple[int, ...]:
         if self.strides is not None:
             return self.strides
-        strides, step = [], np.dtype(self.dtype).itemsize
-        for extent in reversed(self.shape):
-            strides.append(step)
-            step *= max(1, extent)
-        return tuple(reversed(strides))
+        return layout.c_strides(self.shape, np.dtype(self.dtype).itemsize)
 
 
 def _integer(field: str, value: Any) -> int:
