@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cupylora.adapters.loading import load_adapter
     from cupylora.adapters.slots import Arena, SlotTable
     from cupylora.backend import open_backend
+    from cupylora.compiler.exported import use_export
     from cupylora.compiler.loader import prepare
     from cupylora.errors import CupyloraError
     from cupylora.graphs.buckets import DispatchOptions
@@ -49,6 +50,7 @@ __all__ = [
     "moe_needs",
     "open_backend",
     "prepare",
+    "use_export",
 ]
 
 __version__ = "0.1.0"
@@ -58,6 +60,7 @@ _HOMES = {
     "adapters.loading": ("load_adapter",),
     "adapters.slots": ("Arena", "SlotTable"),
     "backend": ("open_backend",),
+    "compiler.exported": ("use_export",),
     "compiler.loader": ("prepare",),
     "errors": ("CupyloraError",),
     "graphs.buckets": ("DispatchOptions",),
