@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cupylora.adapters.inspection import inspect_adapter
     from cupylora.adapters.loading import load_adapter
+    from cupylora.adapters.pack_file import read_pack, write_pack
     from cupylora.adapters.slots import Arena, SlotTable
     from cupylora.backend import open_backend
     from cupylora.compiler.exported import use_export
@@ -50,7 +51,9 @@ __all__ = [
     "moe_needs",
     "open_backend",
     "prepare",
+    "read_pack",
     "use_export",
+    "write_pack",
 ]
 
 __version__ = "0.1.0"
@@ -58,6 +61,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "adapters.inspection": ("inspect_adapter",),
     "adapters.loading": ("load_adapter",),
+    "adapters.pack_file": ("read_pack", "write_pack"),
     "adapters.slots": ("Arena", "SlotTable"),
     "backend": ("open_backend",),
     "compiler.exported": ("use_export",),

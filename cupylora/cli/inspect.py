@@ -18,7 +18,9 @@ from rich.table import Table
 
 from cupylora import __version__
 from cupylora.adapters.inspection import MAX_BYTES, Held, Inspection, inspect_adapter
+from cupylora.adapters.pack_file import Pack, is_pack, read_pack
 from cupylora.cli._console import OutputConsole
+from cupylora.cli._pack_report import pack_record, print_pack
 from cupylora.cli._record_file import as_json, check_writable, write_record
 from cupylora.cli._streams import echo
 from cupylora.dtypes import DTYPES
@@ -84,15 +86,20 @@ def command(
 ) -> None:
     """Show what a LoRA adapter holds, what would be applied where, and what is wrong.
 
-    DIR is a directory that peft saved (adapter_config.json with adapter_model.safetensors), or a
-    .safetensors file with Kohya's names. Nothing in it is executed, no GPU is needed, and memory
-    stays small whatever it claims, so that uploads can be checked with it.
+    DIR is a directory that peft saved (adapter_config.json with adapter_model.safetensors), a
+    .safetensors file with Kohya's names, or a file of `cupylora pack`. Nothing in it is executed,
+    no GPU is needed, and (but for packs) memory stays small whatever it claims, so that uploads can
+    be checked with it.
+
     Exit code 0: it would be loaded, 1: it would be refused, for the problems listed, each with what
     to do; 2: wrong usage, or no adapter there.
     """
     if json_file != _STDOUT:
         check_writable(json_file)
     target = load_model(model) if model is not None else None
+    if is_pack(Path(adapter)):
+        _show_pack(read_pack(adapter, target), json_file)
+        return
     found = inspect_adapter(adapter, target, **limits)
     try:  # the record first: nothing that happens to the tables shall cost it
         if json_file == _STDOUT:
@@ -103,6 +110,16 @@ def command(
         if json_file != _STDOUT:
             _print(found, OutputConsole())
     ctx.exit(0 if found.accepted else 1)
+
+
+def _show_pack(pack: Pack, json_file: Path | None) -> None:
+    """The pack in place of an adapter's tables; its limits and values were checked when packed."""
+    if json_file == _STDOUT:
+        echo(as_json(pack_record(pack)))
+        return
+    if json_file is not None:
+        write_record(json_file, pack_record(pack))
+    print_pack(pack)
 
 
 def _record(found: Inspection) -> dict[str, Any]:
