@@ -39,9 +39,16 @@ def compiler(name: str) -> str:
     return found
 
 
-def build(tool: str, flags: Sequence[str], sources: Sequence[Path], out: Path) -> Path:
+def build(
+    tool: str,
+    flags: Sequence[str],
+    sources: Sequence[Path],
+    out: Path,
+    libraries: Sequence[str] = (),
+) -> Path:
     """Compile and link ``sources`` with gcc or g++; fails with the compiler's words."""
-    command = [compiler(tool), *flags, *map(str, sources), "-o", str(out), "-ldl", "-lm"]
+    command = [compiler(tool), *flags, *map(str, sources), *libraries, "-ldl", "-lm"]
+    command += ["-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
@@ -95,14 +102,18 @@ class FakeDriver:
         """Launches of the last run, a line each."""
         return self.folder / "launches.txt"
 
-    def run(
-        self, command: Sequence[str | Path], text: str = ""
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a host program on it, ``text`` as its input."""
+    def make(self) -> None:
+        """Build it, if that was not done."""
         library = self.folder / "libcuda.so.1"
         if not library.exists():
             flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")
             build("g++", (*flags, *STRICT), [HOSTS / "fake_libcuda.cpp"], library)
+
+    def run(
+        self, command: Sequence[str | Path], text: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a host program on it, ``text`` as its input."""
+        self.make()
         config = self.folder / "device.txt"
         config.write_text("\n".join(self._lines()) + "\n")
         env = {
@@ -138,7 +149,7 @@ class FakeDriver:
         how = self.schedule
         return [
             f"mode {self.mode}",
-            *([f"log {self.log}"] if self.mode == "log" else []),
+            *([f"log {self.log}"] if self.mode != "nothing" else []),
             f"blocks {self.blocks}",
             f"schedule {how.seed} {how.deliver} {how.pause}",
             *(f"attribute {number} {value}" for number, value in attributes.items()),

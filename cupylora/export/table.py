@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cupylora import __version__
+from cupylora.compiler.programs import PROGRAMS
 from cupylora.export.choice import Value, choice
 from cupylora.export.declarations import Declared
 from cupylora.export.manifest import ABI, Built, Described, function_of
@@ -28,7 +29,9 @@ C_PROGRAMS = (
 def c_table(built: Sequence[Built], described: Described) -> str:
     """The text of the header for these cubins."""
     used = [item for item in built if _is_used(item.program.name)]
-    functions = sorted({function_of(i.program, k) for i in used for k in i.program.kernels})
+    # Of all architectures: cupylora.h names their arguments, whichever were exported.
+    programs = [p for p in PROGRAMS if _is_used(p.name)]
+    functions = sorted({function_of(p, k) for p in programs for k in p.kernels})
     lines = [
         "/* Kernels, their arguments' places and choice numbers of one export. Written by",
         f" * `cupylora export` of cupylora {__version__}; cupylora.h includes it. */",
