@@ -21,6 +21,7 @@ import numpy.typing as npt
 from cupylora.device import Backend, require_cuda, resolve_backend
 from cupylora.errors import CapacityError
 from cupylora.ops.status import DeviceStatus
+from cupylora.pinned import PinnedBuffers
 from cupylora.worklists import Array
 
 __all__ = ["ArrayBackend", "CudaBackend", "NumpyBackend", "StageClock", "open_backend"]
@@ -79,6 +80,19 @@ class ArrayBackend(ABC):
         CapacityError where there is none."""
 
     @abstractmethod
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Like ``host_buffer``, for buffers of about ``limit`` bytes together that come and go."""
+
+    @abstractmethod
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes of a ``host_buffer`` to a uint8 array of equal size here, in stream order; the
+        buffer is read until then."""
+
+    @abstractmethod
+    def wait_for(self, mark: Any) -> None:
+        """Wait until work enqueued before a mark is over."""
+
+    @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
         """Make a C-contiguous array's content that of another one here, of equal dtype and shape,
         in stream order."""
@@ -135,6 +149,17 @@ class NumpyBackend(ArrayBackend):
         """Any memory."""
         buffer: npt.NDArray[np.uint8] = self.empty(nbytes, np.uint8)
         return buffer
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Any memory."""
+        return self.host_buffer
+
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy all bytes."""
+        target[...] = host
+
+    def wait_for(self, mark: Any) -> None:
+        """Nothing to wait for."""
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all elements."""
@@ -210,14 +235,34 @@ class CudaBackend(ArrayBackend):
 
     def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Pinned memory, which copies read without the driver's staging."""
+        return np.frombuffer(self._pinned(max(1, nbytes)), np.uint8, nbytes)
+
+    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+        """Pinned memory that is used again."""
+        return PinnedBuffers(self._pinned, limit).take
+
+    def _pinned(self, nbytes: int) -> Any:
+        """New pinned memory, not from CuPy's pool, which would keep every size it ever had."""
+        cuda = self.xp.cuda
         try:
-            memory = self.xp.cuda.alloc_pinned_memory(max(1, nbytes))
-        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            return cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+        except cuda.runtime.CUDARuntimeError as error:
             raise CapacityError(
                 f"{nbytes} bytes of pinned host memory cannot be had: {error}; use a smaller "
                 "host cache"
             ) from error
-        return np.frombuffer(memory, np.uint8, nbytes)
+
+    def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
+        """Copy all bytes on the current stream, and return at once."""
+        cuda = self.xp.cuda
+        kind, stream = cuda.runtime.memcpyHostToDevice, cuda.get_current_stream().ptr
+        if host.size:
+            address = self.address(target)
+            cuda.runtime.memcpyAsync(address, host.ctypes.data, host.nbytes, kind, stream)
+
+    def wait_for(self, mark: Any) -> None:
+        """Wait for an event."""
+        mark.synchronize()
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy all bytes on the current stream, with no kernel, whatever the dtype."""

@@ -16,6 +16,7 @@ __all__ = [
     "DeviceUnavailableError",
     "ExportError",
     "GraphError",
+    "RoomError",
 ]
 
 
@@ -29,6 +30,10 @@ class AdapterFormatError(CupyloraError):
 
 class CapacityError(CupyloraError):
     """A slot, arena, workspace or limit is too small for what was asked."""
+
+
+class RoomError(CapacityError):
+    """The arena has no gap that is large enough; unloading adapters helps."""
 
 
 class ArgumentError(CupyloraError, ValueError):

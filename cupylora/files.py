@@ -65,7 +65,9 @@ def open_regular(path: Path) -> FileIO:
         raise
 
 
-def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
+def read_json(
+    path: Path, largest: int = _LARGEST_JSON, most_values: int = _MOST_VALUES
+) -> dict[str, Any]:
     """The JSON object in ``path``. Raises OSError or ValueError; ``largest`` in bytes.
 
     A byte order mark, as some editors put before the text, is passed over.
@@ -74,14 +76,14 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
             raise ValueError(f"{byte_size(size)} long; at most {byte_size(largest)} are read")
-        return parse_json(file.read(size).removeprefix(codecs.BOM_UTF8))
+        return parse_json(file.read(size).removeprefix(codecs.BOM_UTF8), most_values)
 
 
-def parse_json(text: bytes) -> dict[str, Any]:
+def parse_json(text: bytes, most_values: int = _MOST_VALUES) -> dict[str, Any]:
     """The JSON object in UTF-8 ``text``, no key of which stands twice. Raises ValueError."""
     values = sum(map(text.count, (b",", b"[", b"{")))
-    if values > _MOST_VALUES:
-        raise ValueError(f"JSON of about {values} values; at most {_MOST_VALUES} are read")
+    if values > most_values:
+        raise ValueError(f"JSON of about {values} values; at most {most_values} are read")
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy.typing as npt
 
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter
+from cupylora.adapters.importing import Importer
 from cupylora.adapters.leases import SlotLeases
 from cupylora.adapters.packed import PackedAdapter
 from cupylora.adapters.peft import read_adapter
@@ -33,14 +35,14 @@ from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
 from cupylora.adapters.store import AdapterStore
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.checks import INT32, check_array, check_int, check_type
-from cupylora.errors import ArgumentError, CapacityError, GraphError
+from cupylora.errors import ArgumentError, CapacityError, GraphError, RoomError
 from cupylora.graphs.buckets import BatchKey, DispatchCounts
 from cupylora.graphs.buffers import Pad, StepBuffers
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
 from cupylora.graphs.fence import CudaFence, DirectFence, StepFence
 from cupylora.graphs.manager import CapturedGraph, GraphOptions, StepFunction, StepGraphs
 from cupylora.shapes import LoraLimits, ModelShape
-from cupylora.text import counted
+from cupylora.text import counted, quoted
 from cupylora.worklists import Array
 
 __all__ = ["LoraRuntime", "RuntimeStep"]
@@ -155,14 +157,20 @@ class LoraRuntime:
         self.table = table
         self.store: AdapterStore | None = None
         if host_cache_bytes is not None:
-            allocate = self.backend.host_buffer
-            self.store = AdapterStore(table, budget_bytes=host_cache_bytes, allocate=allocate)
+            check_int("host_cache_bytes", host_cache_bytes, 0)
+            self._host_buffer = self.backend.host_buffers(host_cache_bytes)
+            self.store = AdapterStore(
+                table, budget_bytes=host_cache_bytes, allocate=self._host_buffer
+            )
+        # On a CPU its way is longer than the host's own.
+        self._importer = Importer(self.backend) if self.backend.on_device else None
         self._loader: ThreadPoolExecutor | None = None
         self.leases = SlotLeases(table.limits.max_loras, self._fence)
         self._graphs: StepGraphs | None = None
         self._note_generations()
         self._lock, self._loading = threading.RLock(), threading.RLock()
-        self._inside = False
+        self._inside = self._in_load = self._closed = False
+        self._loader_thread: int | None = None
         # Memory must not go back to CuPy's pool while work in flight uses it.
         self._close = weakref.finalize(self, _wait_for_all, self._fence)
         self._close.atexit = False
@@ -199,21 +207,34 @@ class LoraRuntime:
         until the new one is in place. With a host cache the packed adapter is kept there, and
         ``adapter`` may be left out for one that is. pin: whether its slot may be taken by other
         loads; None: as it was, no at first. progress: told what is being done ("reading",
-        "packing", "copying", "placing"). Returns the slot.
+        "packing", "copying", "caching", "placing"). Returns the slot.
 
         Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot or
         no room; what served before goes on serving then.
         """
         say = self._check_load(name, adapter, keep, pin, progress)
-        with self._loading, self.recorder.on_device():
-            content = self._content(name, adapter, say)
-            say("copying")
-            stored = self._stored(lambda: self.table.store(content))
+        _check_adapter(adapter)
+        with self._loading_alone("load"):
+            return self._load(name, lambda: self._load_to_room(name, adapter, say), keep, pin, say)
+
+    def _load(
+        self,
+        name: str,
+        store: Callable[[], StoredAdapter],
+        keep: Sequence[str],
+        pin: bool | None,
+        say: Callable[[str], object] = lambda _: None,
+    ) -> int:
+        """Place what ``store`` brings to free room; undo all of it where something fails."""
+        stored = None
+        restoring = contextlib.nullcontext() if self.store is None else self.store.restoring(name)
+        with restoring:
             try:
+                stored = store()
                 say("placing")
                 return self._place(name, stored, keep, pin)
             finally:
-                if stored.offsets is not None:
+                if stored is not None and stored.offsets is not None:
                     self.table.discard(stored)
 
     def load_arrays(
@@ -233,14 +254,11 @@ class LoraRuntime:
         self._check_load(name, factors, keep, pin, None)
         if not isinstance(factors, Mapping):
             raise ArgumentError(f"factors is a {type(factors).__name__}; a mapping is needed")
-        with self._loading, self.recorder.on_device():
+        given = dict(factors)
+        with self._loading_alone("load_arrays"):
             self.backend.synchronize()
-            stored = self._stored(lambda: self.table.store_arrays(name, factors))
-            try:
-                return self._place(name, stored, keep, pin)
-            finally:
-                if stored.offsets is not None:
-                    self.table.discard(stored)
+            write = partial(self.table.store_arrays, name, given)
+            return self._load(name, lambda: self._stored(write), keep, pin)
 
     def load_async(
         self,
@@ -254,12 +272,18 @@ class LoraRuntime:
         """``load`` in a thread of the runtime's own, one at a time in the order asked for.
 
         Steps go on meanwhile. The future's result is the slot, its exception what ``load`` raises;
-        arguments that are none raise here. ``cancel`` works until the load begins.
+        arguments that are none raise here, and GraphError after ``close``. ``cancel`` works until
+        the load begins.
         """
         self._check_load(name, adapter, keep, pin, progress)
+        _check_adapter(adapter)
         with self._lock:
+            if self._closed:
+                raise GraphError("the runtime is closed; nothing is loaded in the background")
             if self._loader is None:
-                self._loader = ThreadPoolExecutor(1, thread_name_prefix="cupylora-load")
+                self._loader = ThreadPoolExecutor(
+                    1, thread_name_prefix="cupylora-load", initializer=self._note_loader
+                )
         return self._loader.submit(
             self.load, name, adapter, keep=tuple(keep), pin=pin, progress=progress
         )
@@ -267,16 +291,24 @@ class LoraRuntime:
     def ensure(self, names: Sequence[str | None]) -> npt.NDArray[np.int32]:
         """``slots_of`` after loading, from the host cache, what does not serve yet.
 
-        Adapters that the batch does not need make room, those unused longest first. Raises as
-        ``load`` and ``slots_of`` do; adapters loaded before the failure serve then.
+        Adapters that the batch does not need are unloaded where slots or room lack, those unused
+        longest first. Raises as ``load`` and ``slots_of`` do; what was loaded or unloaded before
+        the failure stays so.
         """
         wanted = [_check_name(name) for name in _check_names("names", names) if name is not None]
         with self._lock:
             self.leases.check_room(wanted)
-        missing = [name for name in dict.fromkeys(wanted) if name not in self.loaded]
-        for name in missing:
-            self.load(name, keep=wanted)
-        return self.slots_of(names)
+            missing = [name for name in dict.fromkeys(wanted) if name not in self.loaded]
+        if not missing:
+            return self.slots_of(names)
+        with self._loading_alone("ensure"):
+            for name in missing:
+                if name not in self.loaded:
+                    say = self._check_load(name, None, wanted, None, None)
+                    self._load(
+                        name, partial(self._load_to_room, name, None, say, wanted), wanted, None
+                    )
+            return self.slots_of(names)
 
     def _check_load(
         self, name: Any, adapter: Any, keep: Any, pin: Any, progress: Any
@@ -296,18 +328,66 @@ class LoraRuntime:
         self._refuse_inside("load")
         return progress or (lambda _: None)
 
-    def _content(
+    def _load_to_room(
+        self,
+        name: str,
+        adapter: Adapter | str | Path | None,
+        say: Callable[[str], object],
+        staying: Sequence[str] | None = None,
+    ) -> StoredAdapter:
+        """An adapter in free room: from the host cache, or by way of it where there is one.
+        staying: as in ``_stored``."""
+        content: Adapter | PackedAdapter | str | Path | None = adapter
+        if content is None and self.store is not None:
+            content = self.store.find(name)
+        if isinstance(content, str | Path) and self._importer is not None:
+            return self._import(self._importer, name, content, say, staying)
+        ready = content if isinstance(content, PackedAdapter) else self._read(name, content, say)
+        say("copying")
+        return self._stored(lambda: self.table.store(ready), staying)
+
+    def _read(
         self, name: str, adapter: Adapter | str | Path | None, say: Callable[[str], object]
     ) -> Adapter | PackedAdapter:
-        """What is to be copied to the device, from the host cache where there is one."""
+        """An adapter in host memory, kept in the host cache where there is one."""
+        if adapter is None:  # ``_check_load`` has seen to it
+            raise ArgumentError("adapter is left out")
         if self.store is not None:
-            if adapter is None:
-                return self.store.get(name, say)
             return self.store.put(name, adapter, say)
         if isinstance(adapter, Adapter):
             return replace(adapter, name=name)
         say("reading")
-        return read_adapter(_given(adapter), self.table.model, name=name)
+        table = self.table
+        return read_adapter(adapter, table.model, name=name, limits=table.limits)
+
+    def _import(
+        self,
+        importer: Importer,
+        name: str,
+        path: str | Path,
+        say: Callable[[str], object],
+        staying: Sequence[str] | None,
+    ) -> StoredAdapter:
+        """Files to free room by way of the device, and from there to the host cache."""
+        write = partial(importer.store, path, self.table, name=name, say=say)
+        stored = self._stored(write, staying)
+        if self.store is None:
+            return stored
+        try:
+            say("caching")
+            self._keep(self.store, name, stored, path)
+        except BaseException:
+            self.table.discard(stored)
+            raise
+        return stored
+
+    def _keep(
+        self, store: AdapterStore, name: str, stored: StoredAdapter, path: str | Path
+    ) -> None:
+        """Copy what is in room on the device to the host cache."""
+        with contextlib.nullcontext() if self._copies is None else self._copies:
+            packed = self.table.read_back(stored, self._host_buffer)
+        store.keep(name, packed, path)
 
     def unload(self, name: str) -> None:
         """``name`` serves no more from the next step on. Its slot and room are taken again once
@@ -341,26 +421,43 @@ class LoraRuntime:
             slots = (-1 if name is None else self.leases.require(name) for name in names)
             return np.fromiter(slots, np.int32, len(names))
 
-    def _stored(self, write: Callable[[], StoredAdapter]) -> StoredAdapter:
+    def _stored(
+        self, write: Callable[[], StoredAdapter], staying: Sequence[str] | None = None
+    ) -> StoredAdapter:
         """Written to free room, that of adapters that serve no more included: once the steps that
-        read them are over, if there is no other."""
-        self._evict_free()
-        try:
-            return self._copied(write)
-        except CapacityError:
-            with self._lock:
-                reading = self.leases.unnamed_steps()
+        read them are over, if there is no other. staying: adapters that are not unloaded to make
+        room, where others may be; None: none is."""
+        while True:
+            self._evict_free()
+            try:
+                return self._copied(write)
+            except RoomError:
+                if not self._more_room(staying):
+                    raise
+
+    def _more_room(self, staying: Sequence[str] | None) -> bool:
+        """Whether something can be freed that could not before."""
+        with self._lock:
+            reading = self.leases.unnamed_steps()
             if not reading:
-                raise
-            self._fence.wait(max(reading))
-        self._evict_free()
-        return self._copied(write)
+                name = None if staying is None else self.leases.idle_longest(staying)
+                if name is None:
+                    return False
+                self.leases.drop(name)
+                self._note_generations()
+                return True
+        self._fence.wait(max(reading))
+        return True
 
     def _copied(self, write: Callable[[], StoredAdapter]) -> StoredAdapter:
-        """Written, and the copies over: what they read may go or change afterwards."""
-        with self._copying():
+        """Written, and the copies over: what they read may go or change afterwards.
+
+        No step waits for them: none reads this room before ``_place``.
+        """
+        if self._copies is None:
+            return write()
+        with self._copies:
             stored = write()
-        if self._copies is not None:
             self._copies.synchronize()
         return stored
 
@@ -573,7 +670,12 @@ class LoraRuntime:
 
     def close(self) -> None:
         """Wait for loads and steps, and drop all graphs. Nothing can be loaded in the background or
-        stepped afterwards."""
+        stepped afterwards. Raises GraphError where a load, its progress or its future's callback
+        calls it."""
+        if threading.get_ident() == self._loader_thread:
+            raise GraphError("close was called by a load in the background; call it elsewhere")
+        with self._loading_alone("close"):
+            self._closed = True
         if self._loader is not None:
             self._loader.shutdown()
         with self._entering("close"):
@@ -610,6 +712,22 @@ class LoraRuntime:
             finally:
                 self._inside = False
 
+    @contextlib.contextmanager
+    def _loading_alone(self, what: str) -> Iterator[None]:
+        """One load at a time; what a load's progress calls must not be one."""
+        with self._loading:
+            if self._in_load:
+                raise GraphError(f"{what} was called from inside a load")
+            self._in_load = True
+            try:
+                with self.recorder.on_device():
+                    yield
+            finally:
+                self._in_load = False
+
+    def _note_loader(self) -> None:
+        self._loader_thread = threading.get_ident()
+
     def _refuse_inside(self, what: str) -> None:
         """Of the same thread: a load would wait for another one that waits for this step."""
         if self._lock.acquire(blocking=False):
@@ -620,12 +738,6 @@ class LoraRuntime:
                 self._lock.release()
 
 
-def _given(adapter: str | Path | None) -> str | Path:
-    if adapter is None:  # ``_check_load`` has seen to it
-        raise ArgumentError("adapter is left out")
-    return adapter
-
-
 def _wait_for_all(fence: StepFence) -> None:
     fence.wait(fence.enqueued)
 
@@ -634,6 +746,11 @@ def _check_name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise ArgumentError(f"{name!r} is no adapter's name; a string is needed")
     return name
+
+
+def _check_adapter(adapter: Any) -> None:
+    if adapter is not None and not isinstance(adapter, Adapter | str | Path):
+        raise ArgumentError(f"adapter is {quoted(adapter)}; an Adapter or a path is needed")
 
 
 def _check_names(what: str, names: Any) -> Sequence[Any]:

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 __all__ = [
+    "FACTOR_PIECE",
+    "FACTOR_PIECE_BYTES",
     "MAX_ROWS",
     "PACKED",
     "ROW_MAJOR",
@@ -68,6 +70,36 @@ SLOT_ENTRY = np.dtype(
 for all experts; rank 0: the slot does not touch this module. CUDA side: lora/slot_entry.cuh."""
 
 SLOT_ENTRY_BYTES = SLOT_ENTRY.itemsize
+
+FACTOR_PIECE = np.dtype(
+    [
+        ("source", "<u8"),
+        ("first", "<u8"),
+        ("target", "<u8", 2),
+        ("count", "<i4"),
+        ("source_type", "<i4"),
+        ("extent", "<i4", 3),
+        ("axis", "<i4", 3),
+        ("expert", "<i4"),
+        ("rows", "<i4"),
+        ("columns", "<i4"),
+        ("split", "<i4"),
+        ("interleaved", "<i4"),
+        ("packed", "<i4"),
+        ("ratio", "<f8"),
+    ]
+)
+"""Part of a file's tensor on its way into blocks of the arena (``unpack_factors``).
+
+Elements ``first`` to ``first + count`` (C order) of a tensor of shape ``extent`` lie at byte
+``source``; ``source_type`` 0: bfloat16, 1: float16, 2: float32. ``axis`` says of each of its
+dimensions whether it counts experts (0, from ``expert`` on), rows (1) or columns (2) of the result.
+A block has ``rows`` x ``columns`` of each expert, and ``packed`` its layout. Rows from ``split`` on
+go to the block at byte ``target[1]``, those before to ``target[0]``; where ``interleaved``, odd
+rows and even rows do. Elements are multiplied by ``ratio`` in float64 and rounded to float32 where
+it is not 1. CUDA side: adapters/unpack.cu."""
+
+FACTOR_PIECE_BYTES = FACTOR_PIECE.itemsize
 
 MAX_ROWS = 2**31 - 2048
 """Most rows R = T·k of a batch: row numbers, and those a block looks ahead, fit 32 bits."""

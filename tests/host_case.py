@@ -54,8 +54,8 @@ def write_demo_pack(path: Path) -> Pack:
 
 def table_rows(pack: Pack, address: int, sizes: Sizes) -> np.ndarray:
     """uint8 [table rows, max_loras, 48]: the adapters in their slots, blocks at ``address``."""
-    table = np.zeros((len(pack.adapters[0].records), sizes.max_loras), SLOT_ENTRY)
-    for slot, adapter in zip(sizes.slots, pack.adapters, strict=True):
+    table = np.zeros((len(pack.layouts[0].records), sizes.max_loras), SLOT_ENTRY)
+    for slot, adapter in zip(sizes.slots, pack.layouts, strict=True):
         starts = np.cumsum([address, *adapter.sizes]).astype(np.uint64)
         records = adapter.records.copy()
         used = records["rank"] != 0
@@ -113,7 +113,7 @@ def _run_ops(
 ) -> dict[str, np.ndarray]:
     moe = MODEL.moe
     assert moe is not None
-    blocks = place.put(np.concatenate([a.buffer for a in pack.adapters]))
+    blocks = place.put(pack.blocks)
     table = table_rows(pack, int(blocks.data.ptr), sizes)
     here = {name: place.put(arrays[name]) for name in ("x", "topk_ids", "token_to_slot")}
     y = {name: place.put(arrays[name], written=True) for name in ("qkv", "gate_up", "down")}

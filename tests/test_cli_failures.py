@@ -24,6 +24,8 @@ def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
     """The command line in a process of its own."""
     command = [sys.executable, "-c", "from cupylora.cli import main; main()"]
     options.setdefault("stdout", subprocess.PIPE)
+    # Whoever runs the tests in the background may have left SIGINT ignored, which is inherited.
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen([*command, *map(str, arguments)], stderr=subprocess.PIPE, **options)
 
 

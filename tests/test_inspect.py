@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from fixtures_util import ALL, FIXTURES, UNDECIDED, load_fixture
 from safetensors.numpy import save
 
 from cupylora import inspect_adapter
+from cupylora.adapters import path_pattern
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import adapter_bytes
 from cupylora.cli import main
@@ -26,6 +30,7 @@ TOY = files.model()
 MOE = TOY.moe
 Q = "layers.0.self_attn.q_proj"
 NAME = f"{PREFIX}{Q}.lora_A.weight"
+ONE = np.ones((1, 1), np.float16)
 
 
 def q_tensors(rank: int = 4, layer: int = 0) -> Tensors:
@@ -372,3 +377,91 @@ def test_an_inspection_leaves_no_file_open(tmp_path: Path) -> None:
         inspect_adapter(folder, TOY)
         inspect_adapter(write(tmp_path / "bad", {}), TOY)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# Time and memory that hostile files may take
+
+
+def test_what_is_refused_is_not_read_however_large_it_claims_to_be(tmp_path: Path) -> None:
+    """4 GB of holes take no room on disk, and would take long to read."""
+    rows = 1 << 25
+    spans = {"A": [rows, 64], "B": [64, rows]}
+    at, header = 0, {}
+    for factor, shape in spans.items():
+        size = 2 * shape[0] * shape[1]
+        header[f"{PREFIX}layers.0.self_attn.q_proj.lora_{factor}.weight"] = {
+            "dtype": "F16",
+            "shape": shape,
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    folder = write(tmp_path / "a", {})
+    file = folder / "adapter_model.safetensors"
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, file.stat().st_size + at)
+    start = time.process_time()
+    found = inspect_adapter(folder, TOY)
+    assert time.process_time() - start < 2
+    assert not found.values_read
+    assert "larger than any factor" in found.problems[0].text
+
+
+def test_expressions_that_take_long_together_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_pattern, "_MOST_WORK", 1 << 20)
+    tensors: Tensors = {}
+    for layer in range(300):
+        tensors |= files.dense(4, TOY.modules[0], f"layers.{layer}.self_attn.q_proj")
+    keys = [
+        f".*[a-z0-9]*[{i % 10}-9].*{i % 7}.*[a-m{i % 9}]*.*{i // 7 % 10}{i // 70 % 10}?.*"
+        for i in range(4000)
+    ]
+    folder = write(tmp_path / "a", tensors, alpha_pattern=dict.fromkeys(keys, 4))
+    start = time.process_time()
+    found = inspect_adapter(folder)
+    assert time.process_time() - start < 5
+    assert "take too long to match" in found.problems[0].text
+    with pytest.raises(AdapterFormatError, match="take too long to match"):
+        read_adapter(folder, replace(TOY, layers=300))
+
+
+def test_after_thousands_of_problems_no_more_are_looked_for(tmp_path: Path) -> None:
+    tensors = {f"{PREFIX}layers.{i}.self_attn.q_proj.lora_A.weight": ONE for i in range(6000)}
+    found = inspect_adapter(write(tmp_path / "a", tensors))
+    assert sum(problem.count for problem in found.problems) == 5001
+    assert "more is wrong with it than is worth telling" in found.problems[-1].text
+
+
+def test_an_index_of_more_shards_or_names_than_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {})
+    (folder / "adapter_model.safetensors").unlink()
+    index = folder / "adapter_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"t{i}": f"s{i}" for i in range(257)}}))
+    assert "names 257 shards; at most 256 are read" in inspect_adapter(folder).problems[0].text
+    names = ",".join(f'"{i}":"a"' for i in range(400_001))
+    index.write_text('{"weight_map":{' + names + "}}")
+    assert "at most 400000 are read" in inspect_adapter(folder).problems[0].text
+
+
+def test_links_that_lead_out_can_be_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", q_tensors())
+    assert inspect_adapter(folder, TOY, links=False).accepted
+    weights = folder / "adapter_model.safetensors"
+    outside = weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(outside)
+    assert inspect_adapter(folder, TOY).accepted
+    found = inspect_adapter(folder, TOY, links=False)
+    assert "links that lead out of the directory" in found.problems[0].text
+    weights.unlink()
+    weights.symlink_to("/etc/passwd")  # nothing of what it says is told
+    result = CliRunner().invoke(main, ["inspect", str(folder), "--no-links"])
+    assert result.exit_code == 1
+    assert "its header should be" not in result.output
+
+
+def test_names_are_not_made_emoji(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {f"{PREFIX}layers.0.x:bomb:y.lora_A.weight": ONE})
+    output = CliRunner().invoke(main, ["inspect", str(folder)]).output
+    assert ":bomb:" in output

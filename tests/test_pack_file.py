@@ -74,7 +74,7 @@ def test_a_table_loaded_from_a_pack_is_one_loaded_from_directories(pack: Path) -
         by_pack.place(slot, by_pack.store(packed))
         load_adapter(data_dir() / folder, by_folder, slot)
     assert relative(by_pack) == relative(by_folder)
-    assert by_pack.arena.used_bytes == by_folder.arena.used_bytes == found.blocks_bytes
+    assert by_pack.arena.used_bytes == by_folder.arena.used_bytes == len(found.blocks)
     np.testing.assert_array_equal(by_pack.arena.buffer, by_folder.arena.buffer)
 
 
@@ -86,11 +86,8 @@ def test_a_packed_adapter_comes_back_as_it_was(pack: Path) -> None:
             adapter, MODEL, limits, found.dtype, PACKED, lambda n: np.empty(n, np.uint8)
         )
         assert packed.same_content(want)
-        assert (packed.name, packed.max_rank, packed.source) == (
-            want.name,
-            want.max_rank,
-            want.source,
-        )
+        one, two = packed.layout, want.layout
+        assert (one.name, one.max_rank, one.source) == (two.name, two.max_rank, two.source)
 
 
 def test_the_safetensors_library_reads_a_pack(pack: Path) -> None:
@@ -99,9 +96,7 @@ def test_the_safetensors_library_reads_a_pack(pack: Path) -> None:
         assert set(file.keys()) == {"head", "entries", "names", "block_sizes", "blocks"}
         blocks = file.get_tensor("blocks")
         assert file.metadata()["format"] == "cupylora-pack"
-    np.testing.assert_array_equal(
-        blocks, np.concatenate([adapter.buffer for adapter in found.adapters])
-    )
+    np.testing.assert_array_equal(blocks, found.blocks)
     start = 8 + struct.unpack("<Q", pack.read_bytes()[:8])[0]
     assert start % 256 == 0
 
@@ -130,9 +125,9 @@ def test_c_makes_the_rows_of_a_table(pack: Path, reader: Path) -> None:
     head, *lines = run_reader(reader, pack).stdout.splitlines()
     kind = list(DTYPES.values()).index(found.dtype)
     rows = MODEL.layers * len(MODEL.modules)
-    assert head == f"4 {rows} 8 {kind} {found.blocks_bytes} 1"
+    assert head == f"4 {rows} 8 {kind} {len(found.blocks)} 1"
     begin = 0x7F0000000000
-    for line, adapter in zip(lines, found.adapters, strict=True):
+    for line, adapter in zip(lines, found.layouts, strict=True):
         name, data = line.split(" ")
         assert name == adapter.name
         starts = np.cumsum([begin, *adapter.sizes]).astype(np.uint64)

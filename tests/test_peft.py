@@ -134,9 +134,9 @@ HOSTILE = "((.)*)*(.*)*(.*)*Z"
 )
 @pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
 def test_no_pattern_takes_long(setting: str, key: str, tmp_path: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     message = refused(write(tmp_path, q_tensors() | q_tensors(layer=1), **{setting: {key: 4}}))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert setting in message
     assert key[:20] in message
 
@@ -201,19 +201,19 @@ def test_many_modules_and_keys_take_no_time() -> None:
     ]
     keys = [name if n % 2 else re.escape(name) for n, name in enumerate(names[::-4])][:4096]
     table = PatternTable()
-    start = time.perf_counter()
+    start = time.process_time()
     for key in keys:
         table.add(key)
     found = [table.first((name.removeprefix("model."), name)) for name in names]
     assert table.unmatched() == []
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert found[::-4][:4096] == list(range(4096))
     assert found.count(None) == len(names) - 4096
 
 
 def test_many_modules_and_expressions_take_no_time() -> None:
     table = PatternTable()
-    start = time.perf_counter()
+    start = time.process_time()
     for expert in range(128):
         for layers in ("[0-9]", r"\d+", ".*"):
             table.add(rf".*layers\.{layers}\.mlp\.experts\.{expert}\..*")
@@ -222,7 +222,7 @@ def test_many_modules_and_expressions_take_no_time() -> None:
             path = f"model.layers.{layer}.mlp.experts.{expert}.up_proj"
             assert table.first((path,)) == 3 * expert + (layer > 9)
     assert table.unmatched() == []
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_too_many_expressions_are_refused(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_odd_adapters_change_nothing(adapter: Any, message: str) -> None:
     assert (slots.arena.used_bytes, slots.slots) == (used, info)
 
 
-@pytest.mark.parametrize("step", ["alloc", "write", "_put", "pack_a", "_records", "_switch"])
+@pytest.mark.parametrize("step", ["alloc", "write", "_put", "_check_layout", "_switch"])
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_load_that_fails_at_any_step_changes_nothing(
     step: str, at: int, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +20,25 @@ from runtime_util import DTYPE, MAX_RANK, MODEL, Harness, Inputs, adapter, room
 
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter, synthetic_adapter
+from cupylora.adapters.importing import Importer
+from cupylora.adapters.loading import load_adapter
 from cupylora.adapters.packed import pack_adapter
+from cupylora.adapters.safetensors_file import WeightFiles
 from cupylora.adapters.slots import Arena, SlotTable
 from cupylora.adapters.store import AdapterStore, StoreCounts
 from cupylora.backend import ArrayBackend, NumpyBackend, open_backend
 from cupylora.dtypes import resolve_dtype
-from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.errors import (
+    AdapterFormatError,
+    ArgumentError,
+    CapacityError,
+    CupyloraError,
+    GraphError,
+    RoomError,
+)
 from cupylora.graphs.buckets import DispatchOptions
 from cupylora.graphs.manager import GraphOptions
+from cupylora.runtime import LoraRuntime
 from cupylora.shapes import LoraLimits, load_model
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY
 
@@ -106,7 +119,7 @@ def test_a_packed_adapter_is_stored_as_a_plain_one(layout: int, kind: str) -> No
 def test_blocks_that_stand_apart_are_copied_apart() -> None:
     table, given = tiny_table(), tiny(1)
     form = pack_adapter(given, TINY, table.limits, table.dtype, PACKED, lambda n: np.ones(n, "u1"))
-    holes = [table.arena.alloc(size) for size in form.sizes for _ in range(2)]
+    holes = [table.arena.alloc(size) for size in form.layout.sizes for _ in range(2)]
     for hole in holes[::2]:
         table.arena.free(hole)
     table.place(0, table.store(form))
@@ -165,7 +178,7 @@ def test_equal_content_is_kept_once_whatever_it_is_called(tmp_path: Path) -> Non
     copy = shutil.copytree(DEMO / "contracts-r8", tmp_path / "copy")
     one, two = store.put("one", DEMO / "contracts-r8"), store.put("two", copy)
     assert one.buffer is two.buffer
-    assert (one.name, two.name) == ("one", "two")
+    assert (one.layout.name, two.layout.name) == ("one", "two")
     assert store.nbytes == one.nbytes
     other = store.put("three", tiny(1))
     near = tiny(1)
@@ -281,7 +294,7 @@ def test_loads_in_the_background(backend: ArrayBackend) -> None:
     with pytest.raises(ArgumentError, match=r"'' is no adapter's name"):
         made.runtime.load_async("", adapter(1))
     made.runtime.close()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(GraphError, match="the runtime is closed"):
         made.runtime.load_async("c", adapter(1))
 
 
@@ -318,12 +331,18 @@ def arrays_of(backend: ArrayBackend, given: Adapter) -> dict[tuple[int, str], Fa
 
 @pytest.mark.parametrize("shared", [(), ("up_proj", "q_proj")])
 def test_arrays_on_the_device_are_loaded(backend: ArrayBackend, shared: tuple[str, ...]) -> None:
-    """A stays row-major there, which changes no bit of the results."""
+    """As the same factors are from host memory, to the byte."""
     made, plain = serving(backend), serving(backend)
     given = adapter(3, shared=shared)
     arrays = arrays_of(backend, given)
     made.runtime.load_arrays("a", arrays)
     plain.runtime.load("a", given)
+    tables = (made.runtime.table, plain.runtime.table)
+    infos = [table.slots[0] for table in tables]
+    assert None not in infos
+    assert infos[0].arena_bytes == infos[1].arena_bytes  # type: ignore[union-attr]
+    held = [backend.to_host(t.arena.buffer[: t.arena.used_bytes]).tobytes() for t in tables]
+    assert held[0] == held[1]
     for value in arrays.values():  # the caller's own again
         backend.clear(value.b)
     expected = plain.run(inputs_of(plain, "a", None))
@@ -395,3 +414,250 @@ def test_an_arena_of_mixed_ranks_keeps_room_over_ten_thousand_loads() -> None:
     for slot in range(4):
         table.evict(slot)
     assert table.arena.used_bytes == 0
+
+
+class Lazy(Mapping[Any, Any]):
+    """Makes its values anew at every look."""
+
+    def __init__(self, made: Callable[[Any], Any], keys: Sequence[Any]) -> None:
+        self._made, self._keys = made, keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._keys)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._made(key)
+
+
+def test_a_mapping_that_makes_its_values_anew(backend: ArrayBackend) -> None:
+    """Identity of arrays tells which are shared; those of two looks must not be mixed up."""
+    made = serving(backend)
+    given = adapter(3)
+    arrays = Lazy(lambda key: arrays_of(backend, given)[key], list(given.factors))
+    made.runtime.load_arrays("a", arrays)
+    made.runtime.load("b", given)
+    inputs = inputs_of(made, "a", None)
+    first = made.run(inputs)
+    for got, want in zip(first, made.run(inputs_of(made, "b", None)), strict=True):
+        assert got.tobytes() == want.tobytes()
+    lazy = Adapter("lazy", Lazy(lambda key: adapter(3).factors[key], list(given.factors)))
+    stored = [made.runtime.table.store(form) for form in (lazy, given)]
+    assert stored[0].layout.records.tobytes() == stored[1].layout.records.tobytes()
+
+
+# --- failures leave what was ---------------------------------------------------------------------
+
+
+def runtime_of(cache: int | None, arena: int = 1 << 20, slots: int = 4) -> LoraRuntime:
+    limits = LoraLimits(slots, 16)
+    return LoraRuntime(
+        TINY,
+        limits,
+        dtype="bfloat16",
+        max_tokens=8,
+        arena_bytes=arena,
+        backend="numpy",
+        host_cache_bytes=cache,
+    )
+
+
+SIZE = 100_352
+"""Bytes of contracts-r8."""
+
+
+@pytest.mark.parametrize("imports", [False, True])
+def test_a_load_that_fails_leaves_the_cache_as_it_was(imports: bool) -> None:
+    runtime = runtime_of(1 << 20, arena=110_000)
+    if imports:
+        runtime._importer = Importer(runtime.backend)
+    runtime.load("a", DEMO / "contracts-r8")
+    other = DEMO / "legal-stacked-r6"
+    with pytest.raises(RoomError):
+        runtime.load("a", other)
+    with pytest.raises(RoomError):
+        runtime.load("new", other)
+    store = runtime.store
+    assert store is not None
+    assert store.names == ("a",)
+    runtime.unload("a")
+    runtime.load("a")
+    assert runtime.table.slots[runtime.loaded["a"]].max_rank == 8  # type: ignore[union-attr]
+
+
+def test_ensure_makes_room_of_adapters_that_the_batch_does_not_need() -> None:
+    runtime = runtime_of(1 << 20, arena=2 * SIZE)
+    runtime.load("a", DEMO / "contracts-r8")
+    runtime.load("b", DEMO / "contracts-r8")
+    assert runtime.store is not None
+    runtime.store.put("c", DEMO / "support-rslora-r4")
+    with pytest.raises(RoomError):  # a load by itself unloads nobody for room
+        runtime.load("c")
+    runtime.pin("a")
+    assert runtime.ensure(["c", None, "a"]).tolist() == [2, -1, 0]
+    assert set(runtime.loaded) == {"a", "c"}
+    runtime.store.put("d", tiny(1, 16))
+    with pytest.raises(RoomError):
+        runtime.ensure(["d", "c"])
+    assert set(runtime.loaded) == {"a", "c"}
+
+
+def test_a_rank_beyond_the_limits_unloads_nobody() -> None:
+    runtime = runtime_of(1 << 20, arena=2 * SIZE)
+    runtime.load("a", DEMO / "contracts-r8")
+    with pytest.raises(CapacityError, match="max_rank 16"):
+        runtime.store.put("wide", tiny(1, 32))  # type: ignore[union-attr]
+    assert set(runtime.loaded) == {"a"}
+
+
+@pytest.mark.parametrize("cache", [None, 1 << 20])
+@pytest.mark.parametrize("call", ["load", "ensure", "load_arrays", "close"])
+def test_progress_that_loads_is_refused_and_blocks_nobody(call: str, cache: int | None) -> None:
+    runtime = runtime_of(cache)
+    if call == "ensure" and cache is None:
+        pytest.skip("there is nothing to load from")
+    nested = {
+        "load": lambda: runtime.load("q", DEMO / "contracts-r8"),
+        "ensure": lambda: runtime.ensure(["q"]),
+        "load_arrays": lambda: runtime.load_arrays("q", {}),
+        "close": runtime.close,
+    }
+    with pytest.raises(GraphError, match="from inside a load"):
+        runtime.load("p", DEMO / "contracts-r8", progress=lambda _: nested[call]())
+    assert runtime.loaded == {}
+    runtime.load("other", DEMO / "contracts-r8")
+
+
+def test_closing() -> None:
+    runtime = runtime_of(1 << 20)
+    runtime.close()
+    with pytest.raises(GraphError, match="is closed"):
+        runtime.load_async("a", DEMO / "contracts-r8")
+    runtime = runtime_of(1 << 20)
+    future = runtime.load_async("a", DEMO / "contracts-r8")
+    told: list[BaseException] = []
+
+    def close_it(_: Any) -> None:
+        try:
+            runtime.close()
+        except GraphError as error:
+            told.append(error)
+
+    hold = threading.Event()
+    second = runtime.load_async("b", tiny(1), progress=lambda _: hold.wait(10) and None)
+    second.add_done_callback(close_it)
+    hold.set()
+    assert (future.result(), second.result()) == (0, 1)
+    runtime.close()
+    assert ["close was called by a load" in str(error) for error in told] == [True]
+
+
+def test_closing_waits_for_a_load_of_another_thread() -> None:
+    runtime, order = runtime_of(None), []
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(stage: str) -> None:
+        begun.set()
+        go.wait(10)
+
+    def load() -> None:
+        runtime.load("a", tiny(1), progress=hold)
+        order.append("load")
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert begun.wait(10)
+    closing = threading.Thread(target=lambda: (runtime.close(), order.append("close")))
+    closing.start()
+    go.set()
+    thread.join(10)
+    closing.join(10)
+    assert order[0] == "load"
+
+
+def test_what_is_no_adapter_is_refused_at_once() -> None:
+    for cache in (None, 1 << 20):
+        runtime = runtime_of(cache)
+        for wrong in (123, b"/x", {}):
+            with pytest.raises(ArgumentError, match="an Adapter or a path is needed"):
+                runtime.load("a", wrong)  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError, match="an Adapter or a path is needed"):
+                runtime.load_async("a", wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="an Adapter or a path is needed"):
+        tiny_store().put("a", 123)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", ["put", "drop"])
+def test_a_get_that_reads_gives_way_to_put_and_drop(change: str) -> None:
+    store = tiny_store(SIZE)
+    store.put("x", DEMO / "contracts-r8")
+    store.put("y", DEMO / "legal-stacked-r6")  # x is to be read again
+    reading, go = threading.Event(), threading.Event()
+
+    def hold(stage: str) -> None:
+        if stage == "packing":
+            reading.set()
+            go.wait(10)
+
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(store.get("x", hold)))
+    thread.start()
+    assert reading.wait(10)
+    if change == "drop":
+        store.drop("x")
+    else:
+        form = tiny_store().put("x", DEMO / "support-rslora-r4")
+        store.keep("x", form, DEMO / "support-rslora-r4")
+    go.set()
+    thread.join(10)
+    assert got[0].layout.max_rank == 8
+    assert ("x" in store.names) == (change == "put")
+    if change == "put":
+        assert store.get("x").layout.max_rank == 4
+
+
+def test_a_relative_path_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DEMO / "contracts-r8", tmp_path / "here/one")
+    shutil.copytree(DEMO / "support-rslora-r4", tmp_path / "there/one")
+    store = tiny_store(SIZE)
+    monkeypatch.chdir(tmp_path / "here")
+    store.put("x", "one")
+    store.put("y", DEMO / "legal-stacked-r6")
+    monkeypatch.chdir(tmp_path / "there")
+    assert store.get("x").layout.max_rank == 8
+
+
+def test_many_names_do_not_make_the_store_slow() -> None:
+    store = tiny_store(3 * SIZE)
+    form = store.put("first", DEMO / "contracts-r8")
+    for number in range(3000):
+        store.keep(f"user{number}", form, DEMO / "contracts-r8")
+    other = tiny_store().put("x", DEMO / "legal-stacked-r6")
+    start = time.process_time()
+    for number in range(20):
+        store.keep(f"new{number}", other, DEMO / "legal-stacked-r6")
+    assert time.process_time() - start < 1
+    assert store.nbytes == form.nbytes + other.nbytes
+
+
+def test_names_of_adapters_cannot_reach_a_terminal() -> None:
+    runtime = runtime_of(None)
+    runtime.load("\x1b[31m", tiny(1))
+    for names in (["x"], ["\x1b[31m", *"abcd"]):
+        with pytest.raises(CupyloraError) as caught:
+            runtime.slots_of(names)
+        assert str(caught.value).isprintable()
+
+
+def test_a_rank_beyond_the_limits_is_refused_before_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightFiles, "read", lambda _: pytest.fail("read"))
+    limits = LoraLimits(2, 4)
+    table = SlotTable(TINY, limits, "bfloat16", arena=Arena(1 << 20))
+    with pytest.raises(CapacityError, match="rank 8 exceeds max_rank 4"):
+        load_adapter(DEMO / "contracts-r8", table, 0)

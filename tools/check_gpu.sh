@@ -2,7 +2,7 @@
 # What only a GPU shows, for a kernel developer: `tools/check_gpu.sh PART OUT`, from a checkout.
 #   tests       compiles all kernels, then runs the GPU tests; fails if none ran
 #   sanitizers  memcheck, racecheck and synccheck over small tests of the fused LoRA kernels
-#   times       tools/measure.py and tools/measure_graphs.py
+#   times       tools/measure.py, tools/measure_graphs.py and tools/measure_loading.py
 #   bench       cupylora bench over SUITE (default all); beside the peers if PEERS is set
 # Logs go to OUT; a short summary is printed. WORKERS: processes at a time (default 8).
 set -uo pipefail
@@ -54,6 +54,7 @@ case $part in
     compile_all
     python3 tools/measure.py 2>&1 | tee "$out/measure.txt"
     python3 tools/measure_graphs.py 2>&1 | tee "$out/measure_graphs.txt"
+    python3 tools/measure_loading.py 2>&1 | tee "$out/measure_loading.txt"
     ;;
   bench)
     compile_all

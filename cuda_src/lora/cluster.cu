@@ -33,7 +33,11 @@ struct ClusterShape {
   // Floats from token to token: a warp's accumulators fall into different banks.
   static constexpr int kPitch = kRanks + 4;
   static constexpr int kBlock = kTokens * kPitch;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  static constexpr int kBlocksPerSm = 1;  // its shared memory holds no second one
+#else
   static constexpr int kBlocksPerSm = MT == 1 ? 2 : 1;
+#endif
 };
 
 // One chunk of this lane's operands.

@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (i32 n = 0; n < tile.rows; ++n) {
         const float* x_row = x + rows.index(tile.first_row + n, static_cast<RowIndex>(x_by)) * ldx;
         float sum = 0.f;
+#pragma unroll 4
         for (i32 k = lane; k < in_features; k += kWarp) {
           sum = __fmaf_rn(a_element(a, entry.a_layout, rank, in_features, m, k), x_row[k], sum);
         }

@@ -1,28 +1,34 @@
 """Factors that are arrays on a backend already, as a training loop has them.
 
-In: a :class:`FactorArrays` for each module that an adapter changes. Out: the same, checked against
-model and limits where they are; ``SlotTable.store_arrays`` copies them into the arena.
+In: a :class:`FactorArrays` for each module that an adapter changes, checked here against model and
+limits. Out: blocks of the arena, written by ``unpack_factors`` for ``SlotTable.store_arrays``.
+Nothing passes through the host but one word, which says whether all values are finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from cupylora import ops
 from cupylora.adapters.factors import checked_scale
-from cupylora.checks import check_array, check_type
+from cupylora.checks import INT32_MAX, check_array, check_type
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.reference.unpack_factors import MOST_PIECES, SOURCE_TYPES
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
 from cupylora.text import quoted, shown
+from cupylora.worklists import FACTOR_PIECE, FACTOR_PIECE_BYTES
 
-__all__ = ["FactorArrays", "check_arrays"]
+__all__ = ["FactorArrays", "check_arrays", "find_not_finite", "unpack_arrays"]
 
 Array = Any
 """A NumPy or CuPy array."""
 
+_PIECE_ELEMENTS = 1 << 16
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """Bits of the exponent, all set in infinities and NaNs."""
 
@@ -55,8 +61,8 @@ def check_arrays(
 ) -> None:
     """Raise unless every module of adapter ``name`` fits.
 
-    ArgumentError names a key or an array that is not as it must be, AdapterFormatError one with a
-    value that is not finite, CapacityError a rank beyond ``limits.max_rank``.
+    ArgumentError names a key or an array that is not as it must be, CapacityError a rank beyond
+    ``limits.max_rank``.
     """
     modules = {module.name: module for module in model.modules}
     for key, value in factors.items():
@@ -88,9 +94,76 @@ def _check_pair(
                 f"{where}: {role} has shape {tuple(array.shape)}; {module.experts} (or 1) experts "
                 "and a rank of at least 1 are needed"
             )
-        if not _all_finite(array):
-            raise AdapterFormatError(f"{where}: {role} holds a value that is not finite")
     return rank
+
+
+def unpack_arrays(
+    arrays: Sequence[Array],
+    offsets: Sequence[int],
+    target: Array,
+    *,
+    packed: Sequence[bool],
+    xp: Any,
+) -> None:
+    """Write factors of one dtype, [experts, rows, columns] each, to blocks at bytes ``offsets`` of
+    ``target``; packed: those whose rows are to be K-chunks (``adapters.packing``).
+
+    Raises AdapterFormatError for a value that is not finite, once all is written.
+    """
+    if not arrays:
+        return
+    records = [
+        _records(array, at, form) for array, at, form in zip(arrays, offsets, packed, strict=True)
+    ]
+    pieces = xp.asarray(np.concatenate(records).view(np.uint8).reshape(-1, FACTOR_PIECE_BYTES))
+    fault = xp.zeros(1, np.int32)
+    first = 0
+    for array, own in zip(arrays, records, strict=True):
+        for start in range(0, len(own), MOST_PIECES):
+            count = min(MOST_PIECES, len(own) - start)
+            ops.unpack_factors(
+                array.reshape(-1).view(np.uint8),
+                pieces[first : first + count],
+                target,
+                dtype=array.dtype,
+                most_elements=_PIECE_ELEMENTS,
+                fault=fault,
+            )
+            first += count
+    if int(fault[0]):
+        raise AdapterFormatError("holds a value that is not finite")
+
+
+def _records(array: Array, offset: int, packed: bool) -> npt.NDArray[np.void]:
+    """What ``unpack_factors`` is to do with a whole array."""
+    starts = np.arange(0, array.size, _PIECE_ELEMENTS)
+    made = np.zeros(len(starts), FACTOR_PIECE)
+    for name, value in {
+        "source": starts * array.dtype.itemsize,
+        "first": starts,
+        "target": offset,
+        "count": np.minimum(_PIECE_ELEMENTS, array.size - starts),
+        "source_type": SOURCE_TYPES.index(array.dtype),
+        "extent": array.shape,
+        "axis": (0, 1, 2),
+        "rows": array.shape[1],
+        "columns": array.shape[2],
+        "split": INT32_MAX,
+        "packed": packed,
+        "ratio": 1.0,
+    }.items():
+        made[name] = value
+    return made
+
+
+def find_not_finite(name: str, factors: Mapping[tuple[int, str], FactorArrays]) -> None:
+    """Raise AdapterFormatError for the first factor that has a value that is not finite."""
+    for key, value in factors.items():
+        for role, array in (("a", value.a), ("b", value.b)):
+            if not _all_finite(array):
+                raise AdapterFormatError(
+                    f"adapter {shown(name)}, {quoted(key)}: {role} holds a value that is not finite"
+                )
 
 
 def _all_finite(array: Array) -> bool:

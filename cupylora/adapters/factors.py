@@ -21,7 +21,14 @@ from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
 from cupylora.text import counted, quoted, shown
 
-__all__ = ["Adapter", "LoraFactors", "checked_scale", "synthetic_adapter", "synthetic_host_bytes"]
+__all__ = [
+    "Adapter",
+    "LoraFactors",
+    "check_rank",
+    "checked_scale",
+    "synthetic_adapter",
+    "synthetic_host_bytes",
+]
 
 Array = npt.NDArray[Any]
 
@@ -100,6 +107,9 @@ class Adapter:
                 f"Adapter.factors is a {type(self.factors).__name__}; a mapping of (layer, module "
                 "name) to LoraFactors is needed"
             )
+        # A mapping may make its values anew at every look; which arrays are the same is told by
+        # their identity.
+        object.__setattr__(self, "factors", dict(self.factors))
 
     def _check_keys(self) -> None:
         """Raise ArgumentError for a key that is no (layer, module name), or another value."""
@@ -162,11 +172,16 @@ class Adapter:
             _check_shape(
                 f"{where}: B", factors.b, model.name, module.experts, 1, module.out_features
             )
-            if factors.rank > limits.max_rank:
-                raise CapacityError(
-                    f"{where}: rank {factors.rank} exceeds max_rank {limits.max_rank}; "
-                    f"raise LoraLimits.max_rank or use an adapter of smaller rank"
-                )
+            check_rank(where, factors.rank, limits)
+
+
+def check_rank(where: str, rank: int, limits: LoraLimits) -> None:
+    """Raise CapacityError, beginning with ``where``, for a rank beyond ``limits.max_rank``."""
+    if rank > limits.max_rank:
+        raise CapacityError(
+            f"{where}: rank {rank} exceeds max_rank {limits.max_rank}; raise LoraLimits.max_rank "
+            "or use an adapter of smaller rank"
+        )
 
 
 def _check_shape(

@@ -28,7 +28,7 @@ from cupylora.adapters.assembly import (
 )
 from cupylora.adapters.peft import adapter_path, config_for, has_config
 from cupylora.adapters.peft_config import CONFIG_FILE, PeftConfig, read_config
-from cupylora.adapters.safetensors_file import TensorInfo, WeightFiles, open_weights
+from cupylora.adapters.safetensors_file import SUFFIX, TensorInfo, WeightFiles, open_weights
 from cupylora.adapters.slots import block_bytes
 from cupylora.adapters.units import Pair, Unit
 from cupylora.adapters.value_check import a_marks, check_values
@@ -45,8 +45,16 @@ MAX_BYTES = 64 * 10**9
 _UNSLOTH = "unsloth/"
 _MOST_KINDS = 200
 """Of problems: hostile files may make as many as they have tensors."""
+_READ_IF_REFUSED = 1 << 28
+"""Bytes of tensors up to which values are looked at though something else is wrong."""
+_MOST_PROBLEMS = 5000
+"""After which nothing more is looked for."""
 _DIGITS = re.compile("[0-9]+")
 _NUMBERS = re.compile(r"(?<=[._])[0-9]+(?=[._]|$)")
+
+
+class _EnoughError(Exception):
+    """So much is wrong that it is not worth looking further."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ class Inspection:
     knowing, but refuses nothing.
 
     ``nbytes``: of tensors in the files; ``device_nbytes``: of factors in ``dtype`` on the device,
-    None without a model; ``values_read``: whether every value was looked at.
+    None without a model; ``values_read``: whether every value was looked at (not of a large
+    adapter that is refused without).
     """
 
     path: Path
@@ -134,6 +143,8 @@ class Inspection:
         else:
             known = self.problems[index]
             self.problems[index] = Problem(known.text, known.count + 1)
+        if sum(problem.count for problem in self.problems[index:]) >= _MOST_PROBLEMS:
+            raise _EnoughError
 
 
 def inspect_adapter(
@@ -144,12 +155,16 @@ def inspect_adapter(
     max_rank: int = MAX_RANK,
     max_bytes: int = MAX_BYTES,
     values: bool = True,
+    links: bool = True,
 ) -> Inspection:
     """Look at the adapter at ``path`` (as ``read_adapter`` takes it), as a server of these limits.
 
     model: what it is for; None lists what it holds, and finds only what is wrong with any model.
     dtype: what the device keeps factors in. max_bytes: of tensors in its files. values: read the
-    data too, for values that are not finite, now or in ``dtype``.
+    data too, for values that are not finite, now or in ``dtype`` (not of a large
+    adapter that is refused without). links:
+    whether its files may be symbolic links that lead out of the directory; where strangers can have
+    made them, they should not.
     An adapter that would be refused gives problems, and no error; AdapterFormatError is raised
     where there is no adapter at all, ArgumentError for arguments of other types or out of range.
     """
@@ -157,14 +172,46 @@ def inspect_adapter(
     if model is not None:
         check_type("model", model, ModelShape)
     limits = _Limits(check_int("max_rank", max_rank, 1), check_int("max_bytes", max_bytes, 0))
+    check_type("values", values, bool)
+    check_type("links", links, bool)
     result = Inspection(place, model, dtype_name(resolve_dtype(dtype)))
+    outside = _links_outside(place)
+    if outside and not links:
+        result.report(
+            f"{listed(map(shown, outside))}: links that lead out of the directory; unpack it "
+            "without links"
+        )
+        return result
+    result.notes += [
+        f"{shown(name)} is a link that leads out of the directory; where others can have made it, "
+        "refuse it (--no-links)"
+        for name in outside
+    ]
     config = _config(result)
     try:
         with open_weights(place) as weights:
             _Inspector(result, weights, limits).run(config, values)
     except AdapterFormatError as error:
         result.report(error)
+    except _EnoughError:
+        result.problems.append(Problem("more is wrong with it than is worth telling"))
     return result
+
+
+def _links_outside(place: Path) -> list[str]:
+    """Names of an adapter's files that are links out of its directory."""
+    home = place if place.is_dir() else place.parent
+    try:
+        files = sorted(home.iterdir()) if place.is_dir() else [place]
+        return [
+            path.name
+            for path in files
+            if (path.name == CONFIG_FILE or SUFFIX in path.name)
+            and path.is_symlink()
+            and not path.resolve().is_relative_to(home.resolve())
+        ]
+    except (OSError, RuntimeError):  # unreadable, or links in a circle: opening it says so
+        return []
 
 
 @dataclass(frozen=True)
@@ -212,11 +259,12 @@ class _Inspector:
             else:
                 scales = self._scales(pairs, config)
             self._note_packing(config, pairs)
-        self._note_links()
         self._note_empty(placed)
         result.held = _held(weights, placed, scales)
         digests: Mapping[str, bytes] = {}
-        if self._few_bytes() and values:
+        # What is refused already is not worth long reading, however large it claims to be.
+        worth_it = result.accepted or weights.nbytes <= _READ_IF_REFUSED
+        if self._few_bytes() and values and worth_it:
             names = _factor_names(placed)
             dtype = resolve_dtype(result.dtype)
             digests = check_values(weights, names, units, dtype, result.report)
@@ -269,16 +317,6 @@ class _Inspector:
                 "in a 2-byte type or at a smaller rank, or raise the limit"
             )
         return size <= most
-
-    def _note_links(self) -> None:
-        home = self.result.path if self.result.path.is_dir() else self.result.path.parent
-        config = (self.result.path / CONFIG_FILE,) if has_config(self.result.path) else ()
-        for path in (*self.weights.paths, *config):
-            if path.is_symlink() and not path.resolve().is_relative_to(home.resolve()):
-                self.result.notes.append(
-                    f"{shown(path.name)} is a link that leads out of the directory; where others "
-                    "can have made it, unpack their files without links"
-                )
 
     def _note_empty(self, placed: Placed) -> None:
         if placed.empty and placed.by_key:

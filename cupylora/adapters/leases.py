@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cupylora.checks import check_max_loras
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.graphs.fence import StepFence
-from cupylora.text import counted
+from cupylora.text import counted, listed, shown
 
 __all__ = ["Reservation", "SlotLeases"]
 
@@ -63,7 +63,7 @@ class SlotLeases:
         """The slot of an adapter. Raises ArgumentError if it has none."""
         slot = self._slot_of.get(name)
         if slot is None:
-            loaded = ", ".join(sorted(self._slot_of)) or "none"
+            loaded = ", ".join(map(shown, sorted(self._slot_of))) or "none"
             raise ArgumentError(f"adapter {name!r} is not loaded; loaded are: {loaded}")
         return slot
 
@@ -110,10 +110,10 @@ class SlotLeases:
             if slot not in self._reserved and self._names[slot] not in staying
         ]
         if not open_slots:
-            kept = sorted(name for name in self._slot_of if name in staying)
+            kept = listed(map(shown, sorted(n for n in self._slot_of if n in staying)))
             raise CapacityError(
                 f"no slot for adapter {name!r}: {counted(self.max_loras, 'slot')}, and "
-                f"{', '.join(kept) or 'adapters being loaded'} must stay; unload one, pin it no "
+                f"{kept or 'adapters being loaded'} must stay; unload one, pin it no "
                 "longer, or make the runtime with more max_loras"
             )
         over = self.fence.finished()
@@ -130,6 +130,16 @@ class SlotLeases:
             self._forget(displaced)
         self._reserved.add(slot)
         return Reservation(slot, displaced)
+
+    def idle_longest(self, staying: Collection[str]) -> str | None:
+        """The adapter whose last step, or load, is longest ago; not a pinned one, nor one of
+        ``staying``. None: there is none."""
+        found = [
+            (self._recency(slot), name)
+            for slot, name in enumerate(self._names)
+            if name is not None and name not in self._pinned and name not in staying
+        ]
+        return min(found)[1] if found else None
 
     def wait(self, slot: int) -> None:
         """Until no step reads ``slot``."""
@@ -188,10 +198,10 @@ class SlotLeases:
         distinct = list(dict.fromkeys(names))
         blocked = [name for name in self._pinned if name not in distinct]
         if len(distinct) + len(blocked) > self.max_loras:
-            pinned = f" beside pinned {', '.join(sorted(blocked))}" if blocked else ""
+            pinned = f" beside pinned {listed(map(shown, sorted(blocked)))}" if blocked else ""
             raise CapacityError(
                 f"{counted(len(distinct), 'adapter')} wanted in one batch{pinned}, but there are "
-                f"{counted(self.max_loras, 'slot')}: {', '.join(distinct)}"
+                f"{counted(self.max_loras, 'slot')}: {', '.join(map(shown, distinct))}"
             )
 
     def _recency(self, slot: int) -> tuple[int, int, int]:

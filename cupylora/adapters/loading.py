@@ -28,6 +28,6 @@ def load_adapter(
     if not isinstance(table, SlotTable):
         raise ArgumentError(f"table is a {type(table).__name__}; a SlotTable is needed")
     slot = table.check_slot(slot)
-    adapter = read_adapter(path, table.model, name=name)
+    adapter = read_adapter(path, table.model, name=name, limits=table.limits)
     table.load(slot, adapter)
     return adapter

@@ -107,7 +107,7 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(_NO_FACTOR), "full weights (modules_to_save)"),
 )
 
-_LONGEST_NAME = 512
+_LONGEST_NAME = 256
 """Characters of a tensor's name: far more than any has, and little for the expressions here."""
 
 

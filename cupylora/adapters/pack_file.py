@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,12 @@ import numpy.typing as npt
 
 from cupylora import __version__
 from cupylora.adapters.factors import Adapter
-from cupylora.adapters.packed import BLOCK_ALIGNMENT, PackedAdapter, pack_adapter
+from cupylora.adapters.packed import (
+    BLOCK_ALIGNMENT,
+    AdapterLayout,
+    PackedAdapter,
+    layout_of,
+)
 from cupylora.checks import check_type
 from cupylora.dtypes import DTYPES, dtype_name, resolve_dtype
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
@@ -60,19 +64,22 @@ Bytes = npt.NDArray[np.uint8]
 @dataclass(frozen=True, eq=False)
 class Pack:
     """What a pack holds. model: name of the model it was made for; layers and modules: as that had
-    them (name, in, out, experts)."""
+    them (name, in, out, experts). blocks: of all ``layouts``, one adapter after the other."""
 
     path: Path
     model: str
     layers: int
     modules: tuple[tuple[str, int, int, int], ...]
     dtype: np.dtype[Any]
-    adapters: tuple[PackedAdapter, ...]
+    layouts: tuple[AdapterLayout, ...]
+    blocks: Bytes
 
     @property
-    def blocks_bytes(self) -> int:
-        """Bytes of all blocks, which one copy brings to the device."""
-        return sum(adapter.nbytes for adapter in self.adapters)
+    def adapters(self) -> tuple[PackedAdapter, ...]:
+        """Each adapter as ``pack_adapter`` gives it, for ``SlotTable.store``."""
+        ends = np.cumsum([layout.nbytes for layout in self.layouts])
+        parts = np.split(self.blocks, ends[:-1])
+        return tuple(map(PackedAdapter, self.layouts, parts))
 
 
 def write_pack(
@@ -85,25 +92,34 @@ def write_pack(
 ) -> Pack:
     """Write ``adapters``, for ``model``, to the file ``path``, whole or not at all.
 
-    Adapters are taken one at a time. Raises as ``pack_adapter`` does, ArgumentError for none, for
-    two of one name and for a name longer than 64 bytes, CapacityError where the file cannot be
-    written.
+    Adapters are taken one at a time. Returns the pack, its blocks mapped. Raises as
+    ``pack_adapter`` does, ArgumentError for none, for two of one name and for a name longer than 64
+    bytes, CapacityError where the file cannot be written.
     """
     check_type("model", model, ModelShape)
     limits = LoraLimits(max_rank=max_rank)
     target, kind = Path(path), resolve_dtype(dtype)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
-            blocks = Path(room) / "blocks"
-            with blocks.open("wb") as file:
+            place = Path(room) / "blocks"
+            with place.open("wb") as file:
                 made = _pack_all(adapters, model, limits, kind, file)
-            pack = Pack(target, model.name, model.layers, _modules(model), kind, tuple(made))
+            blocks = _mapped(place)
             whole = Path(room) / "pack"
-            _write(whole, pack, blocks)
+            parts = (target, model.name, model.layers, _modules(model), kind)
+            pack = Pack(*parts, tuple(made), blocks)
+            _write(whole, pack)
             os.replace(whole, target)
     except OSError as error:
         raise CapacityError(f"{named(target)} cannot be written: {reason(error)}") from error
     return pack
+
+
+def _mapped(path: Path) -> Bytes:
+    """A file's bytes; they stay after its name has gone."""
+    if path.stat().st_size == 0:
+        return np.empty(0, np.uint8)
+    return np.memmap(path, np.uint8, "r")
 
 
 def is_pack(path: Path) -> bool:
@@ -149,9 +165,9 @@ def _pack_all(
     limits: LoraLimits,
     dtype: np.dtype[Any],
     file: IO[bytes],
-) -> list[PackedAdapter]:
-    """Pack each adapter and write its blocks; what is returned has empty buffers."""
-    made: list[PackedAdapter] = []
+) -> list[AdapterLayout]:
+    """The layout of each adapter, whose blocks are written to ``file``."""
+    made: list[AdapterLayout] = []
     for adapter in adapters:
         name = adapter.name.encode()
         if not 0 < len(name) <= NAME_BYTES or b"\0" in name:
@@ -161,40 +177,31 @@ def _pack_all(
             )
         if any(other.name == adapter.name for other in made):
             raise ArgumentError(f"two adapters are called {shown(adapter.name)}; rename one")
-        packed = pack_adapter(adapter, model, limits, dtype, PACKED, _new)
-        packed.buffer.tofile(file)
-        made.append(_without_buffer(packed))
+        layout, blocks = layout_of(adapter, model, limits, dtype, PACKED)
+        for block, size in zip(blocks, layout.sizes, strict=True):
+            data = block.values(dtype, PACKED)
+            file.write(data.data)
+            file.write(bytes(size - data.size))
+        made.append(layout)
     if not made:
         raise ArgumentError("there is no adapter to pack; name at least one")
     return made
 
 
-def _new(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
-
-
-def _without_buffer(packed: PackedAdapter) -> PackedAdapter:
-    hollow = np.broadcast_to(np.uint8(0), sum(packed.sizes))
-    values = {**vars(packed), "buffer": hollow}
-    return PackedAdapter(**values)
-
-
-def _write(path: Path, pack: Pack, blocks: Path) -> None:
-    parts = [bytes(_HEAD * 8), _entries(pack), _names(pack), _sizes(pack)]
-    digest = hashlib.sha256(b"".join(parts[1:]))
-    with blocks.open("rb") as source:
-        for piece in iter(lambda: source.read(1 << 22), b""):
-            digest.update(piece)
+def _write(path: Path, pack: Pack) -> None:
+    small = (bytes(_HEAD * 8), _entries(pack), _names(pack), _sizes(pack))
+    parts = [*(memoryview(part) for part in small), pack.blocks.data]
+    digest = hashlib.sha256()
     places = [0]
-    for size in (*map(len, parts), pack.blocks_bytes):
-        places.append(places[-1] + size)
-    parts[0] = _head(pack, places)
+    for part in parts:
+        places.append(places[-1] + len(part))
+    for part in parts[1:]:
+        digest.update(part)
+    parts[0] = memoryview(_head(pack, places))
     with path.open("wb") as file:
         file.write(_json_header(pack, places, digest.hexdigest()))
         for part in parts:
             file.write(part)
-        with blocks.open("rb") as source:
-            shutil.copyfileobj(source, file)
 
 
 def _head(pack: Pack, places: Sequence[int]) -> bytes:
@@ -202,14 +209,14 @@ def _head(pack: Pack, places: Sequence[int]) -> bytes:
     values = {
         "magic": _MAGIC,
         "version": _VERSION,
-        "adapters": len(pack.adapters),
-        "table_rows": len(pack.adapters[0].records),
+        "adapters": len(pack.layouts),
+        "table_rows": len(pack.layouts[0].records),
         "entries_at": places[1],
         "names_at": places[2],
         "blocks_at": places[4],
-        "blocks_bytes": pack.blocks_bytes,
+        "blocks_bytes": len(pack.blocks),
         "dtype": list(DTYPES).index(dtype_name(pack.dtype)),
-        "max_rank": max(adapter.max_rank for adapter in pack.adapters),
+        "max_rank": max(adapter.max_rank for adapter in pack.layouts),
         "end": places[5],
     }
     head = np.zeros(_HEAD, np.int64)
@@ -233,7 +240,7 @@ def _json_header(pack: Pack, places: Sequence[int], digest: str) -> bytes:
 def _describe(pack: Pack, digest: str) -> dict[str, str]:
     adapters = [
         {"name": a.name, "max_rank": a.max_rank, "blocks": len(a.sizes), "source": a.source}
-        for a in pack.adapters
+        for a in pack.layouts
     ]
     model = {"name": pack.model, "layers": pack.layers, "modules": pack.modules}
     return {
@@ -251,7 +258,7 @@ def _entries(pack: Pack) -> bytes:
     """Records whose addresses are relative to the file's blocks."""
     every = []
     start = 0
-    for adapter in pack.adapters:
+    for adapter in pack.layouts:
         places = np.cumsum([start, *adapter.sizes]).astype(np.uint64)
         records = adapter.records.copy()
         used = records["rank"] != 0
@@ -263,11 +270,11 @@ def _entries(pack: Pack) -> bytes:
 
 
 def _names(pack: Pack) -> bytes:
-    return _filled(b"".join(a.name.encode().ljust(NAME_BYTES, b"\0") for a in pack.adapters))
+    return _filled(b"".join(a.name.encode().ljust(NAME_BYTES, b"\0") for a in pack.layouts))
 
 
 def _sizes(pack: Pack) -> bytes:
-    return _filled(np.array([s for a in pack.adapters for s in a.sizes], np.int64).tobytes())
+    return _filled(np.array([s for a in pack.layouts for s in a.sizes], np.int64).tobytes())
 
 
 def _filled(data: bytes) -> bytes:
@@ -341,17 +348,16 @@ def _assembled(path: Path, metadata: Mapping[str, Any], parts: Mapping[str, Byte
         raise ValueError("its entries are not those of its model")
     records = parts["entries"][:size].view(SLOT_ENTRY)
     sizes = parts["block_sizes"].view(np.int64)
-    adapters = []
+    layouts = []
     first = begin = 0
     for index, entry in enumerate(described):
         own = sizes[first : first + int(entry["blocks"])].tolist()
         end = begin + sum(own)
         if len(own) != entry["blocks"] or min(own, default=1) < 1 or end > len(parts["blocks"]):
             raise ValueError(f"the blocks of adapter {index} do not lie within it")
-        adapters.append(
-            PackedAdapter(
+        layouts.append(
+            AdapterLayout(
                 str(entry["name"]),
-                parts["blocks"][begin:end],
                 tuple(own),
                 _numbered(records[index * rows : (index + 1) * rows], own, begin),
                 int(entry["max_rank"]),
@@ -361,7 +367,10 @@ def _assembled(path: Path, metadata: Mapping[str, Any], parts: Mapping[str, Byte
             )
         )
         first, begin = first + len(own), end
-    return Pack(path, str(model["name"]), layers, modules, dtype, tuple(adapters))
+    if begin != len(parts["blocks"]):
+        raise ValueError("it has blocks of no adapter")
+    name = str(model["name"])
+    return Pack(path, name, layers, modules, dtype, tuple(layouts), parts["blocks"])
 
 
 def _numbered(

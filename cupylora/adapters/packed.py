@@ -1,8 +1,9 @@
-"""An adapter as the device keeps it, in one piece of host memory.
+"""An adapter as the device keeps it: which blocks there are, and what points at them.
 
+``layout_of`` says it of an :class:`Adapter`; ``importing`` says it of a file that is not read yet.
 ``pack_adapter`` does once what a load has to do on the CPU: check, convert, find values that are
-not finite, bring A into the kernels' order. What is left is copying. In: an :class:`Adapter`. Out:
-a :class:`PackedAdapter`, which ``store`` keeps and ``SlotTable.store`` copies to the arena.
+not finite, bring A into the kernels' order. What is left is copying: a :class:`PackedAdapter` is
+what ``store`` keeps and ``SlotTable.store`` copies to the arena.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from cupylora.worklists import PACKED, SLOT_ENTRY
 
 __all__ = [
     "BLOCK_ALIGNMENT",
+    "AdapterLayout",
+    "Block",
     "PackedAdapter",
     "block_bytes",
-    "cast",
-    "factor_stride",
+    "layout_of",
     "pack_adapter",
+    "stride_of",
+    "table_row",
 ]
 
 BLOCK_ALIGNMENT = 256
@@ -49,22 +53,38 @@ def block_bytes(size: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedAdapter:
-    """Blocks, one after the other, and the table rows that will point at them.
+class AdapterLayout:
+    """An adapter's blocks, and the table rows that will point at them.
 
-    buffer: uint8 on the host; each block filled up with zeros to its size class. sizes: of the
-    blocks. records: SLOT_ENTRY, one a row of a slot table, whose a_ptr and b_ptr are numbers of
-    blocks (where rank is not 0). dtype, a_layout: those of the table that it is for.
+    sizes: of the blocks, size classes in bytes. records: SLOT_ENTRY, one a row of a slot table,
+    whose a_ptr and b_ptr are numbers of blocks (where rank is not 0). dtype, a_layout: those of the
+    table that it is for.
     """
 
     name: str
-    buffer: HostBytes
     sizes: tuple[int, ...]
     records: npt.NDArray[np.void]
     max_rank: int
     dtype: np.dtype[Any]
     a_layout: int
-    source: str = "memory"
+    source: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks: what the arena gives."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedAdapter:
+    """An adapter in one piece of host memory.
+
+    buffer: uint8 on the host, the blocks of ``layout`` one after the other, each filled up with
+    zeros to its size class.
+    """
+
+    layout: AdapterLayout
+    buffer: HostBytes
 
     @property
     def nbytes(self) -> int:
@@ -73,11 +93,62 @@ class PackedAdapter:
 
     def same_content(self, other: PackedAdapter) -> bool:
         """Whether both give the same bytes to the device, whatever they are called."""
+        one, two = self.layout, other.layout
         return (
-            (self.dtype, self.a_layout, self.sizes) == (other.dtype, other.a_layout, other.sizes)
-            and self.records.tobytes() == other.records.tobytes()
+            (one.dtype, one.a_layout, one.sizes) == (two.dtype, two.a_layout, two.sizes)
+            and one.records.tobytes() == two.records.tobytes()
             and np.array_equal(self.buffer, other.buffer)
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What one block holds: a factor as the adapter has it. where: for messages."""
+
+    role: str
+    array: npt.NDArray[Any]
+    where: str
+
+    def values(self, dtype: np.dtype[Any], a_layout: int) -> HostBytes:
+        """Its bytes in a table of these; AdapterFormatError if a value is or becomes not finite."""
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(self.array).astype(dtype, copy=False)
+        if not_finite(values).any():
+            raise AdapterFormatError(
+                f"{self.where} holds a value that is not finite as {dtype}; use a table of wider "
+                "range (bfloat16 or float32) or repair the adapter"
+            )
+        if self.role == "a" and a_layout == PACKED:
+            values = pack_a(values)
+        return values.reshape(-1).view(np.uint8)
+
+
+def layout_of(
+    adapter: Adapter, model: ModelShape, limits: LoraLimits, dtype: np.dtype[Any], a_layout: int
+) -> tuple[AdapterLayout, list[Block]]:
+    """The layout of ``adapter`` in a table of these, and what is to go into each block.
+
+    An array that several modules have in the same role is one block. Raises as ``Adapter.check``.
+    """
+    adapter.check(model, limits)
+    numbers = {module.name: i for i, module in enumerate(model.modules)}
+    known: dict[tuple[str, int], int] = {}
+    blocks: list[Block] = []
+    records = np.zeros(model.layers * len(numbers), SLOT_ENTRY)
+    for (layer, module), factors in adapter.factors.items():
+        where = f"adapter {adapter.name}, layer {layer}, {module}"
+        for role, array in (("a", factors.a), ("b", factors.b)):
+            if (role, id(array)) not in known:
+                known[role, id(array)] = len(blocks)
+                blocks.append(Block(role, array, f"{where}: {role.upper()}"))
+        records[layer * len(numbers) + numbers[module]] = _record(
+            factors, known["a", id(factors.a)], known["b", id(factors.b)], dtype, a_layout
+        )
+    sizes = tuple(block_bytes(block.array.size * dtype.itemsize) for block in blocks)
+    layout = AdapterLayout(
+        adapter.name, sizes, records, adapter.max_rank, dtype, a_layout, adapter.source
+    )
+    return layout, blocks
 
 
 def pack_adapter(
@@ -93,55 +164,32 @@ def pack_adapter(
     Raises as ``Adapter.check`` does, and AdapterFormatError for a value that is not finite in
     ``dtype``.
     """
-    adapter.check(model, limits)
-    numbers = {module.name: i for i, module in enumerate(model.modules)}
-    blocks: dict[tuple[str, int], int] = {}
-    arrays: list[tuple[str, npt.NDArray[Any], str]] = []
-    records = np.zeros(model.layers * len(numbers), SLOT_ENTRY)
-    for (layer, module), factors in adapter.factors.items():
-        where = f"adapter {adapter.name}, layer {layer}, {module}"
-        for role, array in (("a", factors.a), ("b", factors.b)):
-            if (role, id(array)) not in blocks:
-                blocks[role, id(array)] = len(arrays)
-                arrays.append((role, array, f"{where}: {role.upper()}"))
-        records[layer * len(numbers) + numbers[module]] = _record(
-            factors, blocks["a", id(factors.a)], blocks["b", id(factors.b)], dtype, a_layout
-        )
-    sizes = tuple(block_bytes(array.size * dtype.itemsize) for _, array, _ in arrays)
-    buffer = allocate(sum(sizes))
+    layout, blocks = layout_of(adapter, model, limits, dtype, a_layout)
+    buffer = allocate(layout.nbytes)
     at = 0
-    for (role, array, where), size in zip(arrays, sizes, strict=True):
-        values = cast(array, dtype, where)
-        if role == "a" and a_layout == PACKED:
-            values = pack_a(values)
-        data = values.reshape(-1).view(np.uint8)
+    for block, size in zip(blocks, layout.sizes, strict=True):
+        data = block.values(dtype, a_layout)
         buffer[at : at + data.size] = data
         buffer[at + data.size : at + size] = 0
         at += size
-    return PackedAdapter(
-        adapter.name, buffer, sizes, records, adapter.max_rank, dtype, a_layout, adapter.source
-    )
+    return PackedAdapter(layout, buffer)
 
 
 def _record(
     factors: LoraFactors, a_block: int, b_block: int, dtype: np.dtype[Any], a_layout: int
 ) -> tuple[Any, ...]:
-    a_stride, b_stride = (factor_stride(x, dtype) for x in (factors.a, factors.b))
-    return a_block, b_block, a_stride, b_stride, factors.rank, factors.scale, a_layout, 0
+    strides = (stride_of(factors.a.shape, dtype), stride_of(factors.b.shape, dtype))
+    return table_row(a_block, b_block, strides, factors.rank, factors.scale, a_layout)
 
 
-def factor_stride(array: Any, dtype: np.dtype[Any]) -> int:
-    """Bytes from one expert to the next; 0 where all experts share the factor."""
-    return int(array[0].size) * dtype.itemsize if len(array) > 1 else 0
+def table_row(
+    a_block: int, b_block: int, strides: tuple[int, int], rank: int, scale: float, a_layout: int
+) -> tuple[Any, ...]:
+    """A row of ``AdapterLayout.records``; strides: of A and of B."""
+    return a_block, b_block, *strides, rank, scale, a_layout, 0
 
 
-def cast(array: npt.NDArray[Any], dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
-    """``array`` as ``dtype``; AdapterFormatError if a value is or becomes not finite."""
-    with np.errstate(over="ignore"):
-        values = np.ascontiguousarray(array).astype(dtype, copy=False)
-    if not_finite(values).any():
-        raise AdapterFormatError(
-            f"{where} holds a value that is not finite as {dtype}; use a table of wider range "
-            f"(bfloat16 or float32) or repair the adapter"
-        )
-    return values
+def stride_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Bytes from one expert to the next of a factor [experts, ...]; 0 where all share it."""
+    experts, rows, columns = shape
+    return rows * columns * dtype.itemsize if experts > 1 else 0

@@ -23,7 +23,7 @@ from typing import Any
 
 from cupylora.text import quoted
 
-__all__ = ["LONGEST_KEY", "PatternTable"]
+__all__ = ["LONGEST_KEY", "PatternTable", "TooMuchWorkError"]
 
 LONGEST_KEY = 4096
 """Characters of a key, and atoms it may have once counted repeats are written out."""
@@ -38,6 +38,8 @@ _TOGETHER = 1 << 12
 """Atoms from which on a group of expressions takes no further one."""
 _MOST_STEPS, _CACHED = 1 << 14, 1 << 25
 """Steps that a group keeps: so many, and so many times its atoms, at most."""
+_MOST_WORK = 1 << 24
+"""Positions that one setting may follow, over all modules: some seconds."""
 _PATH = re.compile(r"(?:[\w.-]|\\\.)+")
 _GROUP = re.compile(r"\((?:\?:|\?P<(?P<name>[^\W\d]\w*)>)?")
 _START, _END = "^", "$"
@@ -46,11 +48,32 @@ _ESCAPE = re.compile(r"\\(?:[dDwWsS]|[^a-zA-Z0-9])")
 _REPEAT = re.compile(r"[*+?]|\{([0-9]{1,3})?(?:(,)([0-9]{1,3})?)?\}")
 
 
+class TooMuchWorkError(Exception):
+    """The modules asked for and the keys together take too long."""
+
+
+@dataclass
+class _Work:
+    """What matching has cost so far: positions followed."""
+
+    done: int = 0
+
+    def add(self, positions: int) -> None:
+        self.done += positions
+        if self.done > _MOST_WORK:
+            raise TooMuchWorkError
+
+
 class PatternTable:
-    """The keys of one setting, in the file's order: the first that matches counts."""
+    """The keys of one setting, in the file's order: the first that matches counts.
+
+    ``first`` and ``unmatched`` raise TooMuchWorkError where they have taken too long, all calls
+    together.
+    """
 
     def __init__(self) -> None:
         self._count = self._atoms = 0
+        self._work = _Work()
         self._expressions: list[tuple[int, _Parser]] = []
         self._groups: list[_Group] | None = None
         # Keys that are paths by their length, then by the places of their dots, which match any
@@ -89,7 +112,7 @@ class PatternTable:
     def first(self, paths: tuple[str, ...]) -> int | None:
         """The number of the first key that matches any of ``paths``, names of one module."""
         if self._groups is None:
-            self._groups = _grouped(self._expressions)
+            self._groups = _grouped(self._expressions, self._work)
         self._asked[paths] = None
         found = {number for path in paths for number in self._found(path)}
         self._unused -= found
@@ -131,11 +154,11 @@ class PatternTable:
         return sorted(self._unused)
 
 
-def _grouped(expressions: Iterable[tuple[int, _Parser]]) -> list[_Group]:
+def _grouped(expressions: Iterable[tuple[int, _Parser]], work: _Work) -> list[_Group]:
     groups: list[_Group] = []
     for number, expression in expressions:
         if not groups or groups[-1].atoms >= _TOGETHER:
-            groups.append(_Group())
+            groups.append(_Group(work))
         groups[-1].add(number, expression)
     return groups
 
@@ -143,7 +166,8 @@ def _grouped(expressions: Iterable[tuple[int, _Parser]]) -> list[_Group]:
 class _Group:
     """Keys matched together: their positions one after the other, with bits to match."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: _Work) -> None:
+        self._work = work
         self.numbers: list[int] = []
         self._owners: list[int] = []
         self._atoms: list[str] = []
@@ -213,6 +237,7 @@ class _Group:
         if mask is None:
             mask = _bits(i for i, atom in enumerate(self._atoms) if _fits(atom, character))
             self._masks[character] = mask
+            self._work.add(self.atoms)
         return mask
 
     def _past(self, anchor: str, wanted: int) -> int:
@@ -228,6 +253,7 @@ class _Group:
         return self._masks[anchor * 2]
 
     def _preceding(self, positions: int) -> int:
+        self._work.add(1 + positions.bit_count())
         result = 0
         for i in _indices(positions):
             result |= self._before[i]

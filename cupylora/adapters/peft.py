@@ -1,15 +1,17 @@
 """Adapter files, read without torch: a PEFT directory or Kohya's file in, an :class:`Adapter` out.
 
 Flow: ``peft_config`` and ``safetensors_file`` read and check the two files; ``assembly`` plans from
-the headers which tensor is applied where; then the data is read, and each :class:`Unit` of the plan
-builds its factors. A tensor that finds no place refuses the whole adapter, with the list of what
-would be lost. ``inspection`` goes the same way without the last step.
+the headers which tensor is applied where (``open_adapter``); then the data is read, and each
+:class:`Unit` of the plan builds its factors. A tensor that finds no place refuses the whole
+adapter, with the list of what would be lost. ``inspection`` goes the same way without the last
+step; ``importing`` does that step on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +26,36 @@ from cupylora.adapters.assembly import (
     raise_it,
     tensors_by_place,
 )
-from cupylora.adapters.factors import Adapter, LoraFactors
+from cupylora.adapters.factors import Adapter, LoraFactors, check_rank
 from cupylora.adapters.peft_config import CONFIG_FILE, PeftConfig, no_config, read_config
-from cupylora.adapters.safetensors_file import SUFFIX, open_weights
+from cupylora.adapters.safetensors_file import SUFFIX, WeightFiles, open_weights
 from cupylora.adapters.units import Unit, check_finite
 from cupylora.errors import AdapterFormatError, ArgumentError
 from cupylora.files import is_there, named, reason
-from cupylora.shapes import ModelShape
+from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import quoted, shown
 
-__all__ = ["adapter_path", "config_for", "has_config", "read_adapter"]
+__all__ = [
+    "OpenAdapter",
+    "adapter_path",
+    "check_ranks",
+    "config_for",
+    "has_config",
+    "open_adapter",
+    "read_adapter",
+    "same_bytes",
+]
 
 Array = npt.NDArray[Any]
 
 
-def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None) -> Adapter:
+def read_adapter(
+    path: str | Path,
+    model: ModelShape,
+    *,
+    name: str | None = None,
+    limits: LoraLimits | None = None,
+) -> Adapter:
     """Read the adapter at ``path`` for ``model``; ``name`` defaults to the path's last part.
 
     path: a PEFT directory (adapter_config.json with adapter_model.safetensors or its shards), or a
@@ -46,8 +63,36 @@ def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None
     Every tensor is applied exactly once, or AdapterFormatError lists what would be lost. It is also
     raised for malformed files, shapes that do not fit the model, ranks other than the config's,
     values that are not finite, and settings that cannot be applied (DoRA, biases, modules_to_save,
-    ...); ArgumentError for a ``path`` that is none.
+    ...); ArgumentError for a ``path`` that is none. limits: refuses a rank beyond its max_rank
+    (CapacityError) before any data is read.
     """
+    with open_adapter(path, model) as opened:
+        if limits is not None:
+            check_ranks(name or opened.name, opened.units, limits)
+        tensors = opened.weights.read()
+        for unit in opened.units:
+            _check_values(unit, tensors)
+        factors = {key: value for unit in opened.units for key, value in _built(unit, tensors)}
+    return Adapter(name or opened.name, _sharing_gate_and_up(factors), opened.source)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenAdapter:
+    """An adapter whose files are open and whose headers are judged; no data is read yet.
+
+    name: the path's last part. source: the path.
+    """
+
+    name: str
+    source: str
+    weights: WeightFiles
+    units: Sequence[Unit]
+
+
+@contextmanager
+def open_adapter(path: str | Path, model: ModelShape) -> Iterator[OpenAdapter]:
+    """Open the adapter at ``path`` for ``model``. Raises as ``read_adapter`` does for all that the
+    headers and the config can show; an AdapterFormatError from inside begins with the path."""
     place = adapter_path(path)
     with _within(place):
         config = read_config(place / CONFIG_FILE) if has_config(place) else None
@@ -56,13 +101,15 @@ def read_adapter(path: str | Path, model: ModelShape, *, name: str | None = None
             check_placed(placed, model, config.base_model if config else None, raise_it)
             config = config or config_for(place, placed)
             pairs = pair_up(placed, weights.tensors, weights.scalar, model, config)
-            units = plan_units(pairs, model, config)
-            tensors = weights.read()
-        for unit in units:
-            _check_values(unit, tensors)
-        factors = {key: value for unit in units for key, value in _built(unit, tensors)}
-    own = place.name if place.is_dir() else place.stem
-    return Adapter(name or own, _sharing_gate_and_up(factors), str(place))
+            own = place.name if place.is_dir() else place.stem
+            yield OpenAdapter(own, str(place), weights, plan_units(pairs, model, config))
+
+
+def check_ranks(name: str, units: Iterable[Unit], limits: LoraLimits) -> None:
+    """Raise CapacityError for a rank of adapter ``name`` beyond ``limits.max_rank``."""
+    for unit in units:
+        where = f"adapter {shown(name)}, layer {unit.layer}, {unit.modules[0]}"
+        check_rank(where, unit.rank, limits)
 
 
 def adapter_path(path: str | Path) -> Path:
@@ -137,12 +184,13 @@ def _sharing_gate_and_up(factors: dict[_Key, LoraFactors]) -> dict[_Key, LoraFac
     """One A for gate and up also where a file repeats it, so that form does not cost memory."""
     for (layer, module), up in list(factors.items()):
         gate = factors.get((layer, "gate_proj"))
-        if module == "up_proj" and gate and gate.a is not up.a and _same_bytes(gate.a, up.a):
+        if module == "up_proj" and gate and gate.a is not up.a and same_bytes(gate.a, up.a):
             factors[layer, module] = LoraFactors(gate.a, up.b, up.scale)
     return factors
 
 
-def _same_bytes(a: Array, b: Array) -> bool:
+def same_bytes(a: Array, b: Array) -> bool:
+    """Whether two arrays hold the same bytes, with the same dtype and shape."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     bits = np.dtype(f"u{a.itemsize}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cupylora.adapters.dtypes import kept_by_float32
-from cupylora.adapters.path_pattern import PatternTable
+from cupylora.adapters.path_pattern import PatternTable, TooMuchWorkError
 from cupylora.errors import AdapterFormatError
 from cupylora.files import named, read_json, reason
 from cupylora.shapes import MAX_RANK
@@ -74,6 +74,7 @@ _REFUSED: dict[str, tuple[_Test, str]] = {
 class _Patterns:
     """rank_pattern or alpha_pattern: keys and values in the file's order."""
 
+    path: Path
     setting: str
     keys: tuple[str, ...]
     values: tuple[float, ...]
@@ -81,12 +82,24 @@ class _Patterns:
 
     def value(self, paths: tuple[str, ...]) -> tuple[str, float] | None:
         """What is told of a module: by which key (for messages), and the value."""
-        number = self.table.first(paths)
+        try:
+            number = self.table.first(paths)
+        except TooMuchWorkError:
+            raise self._too_much() from None
         return None if number is None else (self._where(number), self.values[number])
 
     def unmatched(self) -> list[str]:
         """The keys that match no module asked for, for messages."""
-        return list(map(self._where, self.table.unmatched()))
+        try:
+            return list(map(self._where, self.table.unmatched()))
+        except TooMuchWorkError:
+            raise self._too_much() from None
+
+    def _too_much(self) -> AdapterFormatError:
+        return AdapterFormatError(
+            f"{named(self.path)}: the expressions of {self.setting} take too long to match with "
+            "all modules; use fewer or simpler ones, or the modules' paths"
+        )
 
     def _where(self, number: int) -> str:
         return f"{self.setting} key {quoted(self.keys[number])}"
@@ -341,7 +354,7 @@ def _patterns(
                 "keys more simply, as plain paths say"
             ) from error
     numbers = (read(path, f"{setting}[{quoted(key)}]", value) for key, value in entries.items())
-    return _Patterns(setting, tuple(entries), tuple(numbers), table)
+    return _Patterns(path, setting, tuple(entries), tuple(numbers), table)
 
 
 def _strings(path: Path, values: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from cupylora.text import byte_size, listed, quoted, shown
 __all__ = [
     "INDEX_FILE",
     "LARGEST_JSON",
+    "MOST_TENSORS",
     "SINGLE_FILE",
     "SUFFIX",
     "TensorInfo",
@@ -51,6 +52,10 @@ _SCALAR_DTYPES = {**_DTYPES, "F64": np.dtype(np.float64), "I64": np.dtype(np.int
 _LENGTH_BYTES = 8
 LARGEST_JSON = 32_000_000
 """Bytes of an index, and of all headers of an adapter, that are read: some 200,000 tensors."""
+MOST_TENSORS = 400_000
+"""That an index may name: more than headers of LARGEST_JSON hold."""
+_MOST_SHARDS = 256
+"""Each is kept open while the adapter is read."""
 _MAX_DIMENSIONS = 8
 SUFFIX = ".safetensors"
 SINGLE_FILE = f"adapter_model{SUFFIX}"
@@ -106,6 +111,18 @@ class WeightFiles:
     def pieces(self, name: str, nbytes: int) -> Iterator[Array]:
         """Tensor ``name`` flat, in pieces of at most ``nbytes`` (at least one element) each."""
         return self._home[name].pieces(self.tensors[name], nbytes)
+
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Number of the file in ``paths`` that holds tensor ``name``, and where its data begins."""
+        home = self._home[name]
+        return self._files.index(home), self.tensors[name].begin
+
+    def read_into(self, number: int, begin: int, target: npt.NDArray[np.uint8]) -> None:
+        """Fill ``target`` with the data of file ``number`` from byte ``begin`` on.
+
+        Raises AdapterFormatError where the file cannot be read or has become shorter.
+        """
+        self._files[number].read_into(begin, target)
 
     def scalar(self, name: str) -> float:
         """The value of tensor ``name``, which has one element."""
@@ -175,6 +192,18 @@ class _OpenFile:
         for begin in range(info.begin, info.end, step):
             yield self._bytes(begin, min(step, info.end - begin)).view(info.dtype)
 
+    def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
+        """Fill ``target`` with the data from ``begin`` on."""
+        view, done = memoryview(target.data), 0
+        try:
+            while done < len(view):
+                got = os.preadv(self.file.fileno(), [view[done:]], self.start + begin + done)
+                if not got:
+                    raise _shorter(self.path)
+                done += got
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
     def _bytes(self, begin: int, size: int) -> Array:
         """``size`` bytes of the data from ``begin`` on, in memory of their own."""
         try:
@@ -189,8 +218,12 @@ class _OpenFile:
                 "there is more, or save the adapter again if it should be smaller",
             ) from error
         if body.size != size:
-            raise _error(self.path, "became shorter while it was read; load it again")
+            raise _shorter(self.path)
         return body
+
+
+def _shorter(path: Path) -> AdapterFormatError:
+    return _error(path, "became shorter while it was read; load it again")
 
 
 def _error(path: Path, problem: str) -> AdapterFormatError:
@@ -312,7 +345,7 @@ def _uncovered(name: str, span: TensorInfo, at: int, size: int) -> str:
 
 def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
     try:
-        names = read_json(index, LARGEST_JSON).get("weight_map")
+        names = read_json(index, LARGEST_JSON, MOST_TENSORS).get("weight_map")
     except (OSError, ValueError) as error:
         raise _broken(index, f"the index cannot be read: {reason(error)}") from error
     if not isinstance(names, dict) or not names:
@@ -322,6 +355,11 @@ def _open_shards(index: Path, stack: ExitStack) -> list[_OpenFile]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise _broken(index, f"shard {quoted(shard)} is not a file name of this directory")
         tensors.setdefault(shard, set()).add(name)
+    if len(tensors) > _MOST_SHARDS:
+        raise _error(
+            index,
+            f"names {len(tensors)} shards; at most {_MOST_SHARDS} are read, so save it in fewer",
+        )
     files = []
     for shard in sorted(tensors):
         files.append(_open_shard(index, shard, tensors[shard], stack))

@@ -23,19 +23,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.adapters.device_factors import FactorArrays, check_arrays
+from cupylora.adapters.device_factors import (
+    FactorArrays,
+    check_arrays,
+    find_not_finite,
+    unpack_arrays,
+)
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packed import (
     BLOCK_ALIGNMENT,
+    AdapterLayout,
     PackedAdapter,
     block_bytes,
-    cast,
-    factor_stride,
+    layout_of,
+    stride_of,
+    table_row,
 )
-from cupylora.adapters.packing import pack_a
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError, RoomError
 from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
@@ -87,13 +93,13 @@ class Arena:
     def alloc(self, size: int) -> int:
         """Offset of a new block for ``size`` bytes; its content is undefined until written.
 
-        Raises CapacityError, with the bytes needed and free, if no gap holds it.
+        Raises RoomError, with the bytes needed and free, if no gap holds it.
         """
         need = block_bytes(check_int("size", size, 1))
         fitting = [gap for gap in self._gaps if gap[1] >= need]
         if not fitting:
             largest = max((length for _, length in self._gaps), default=0)
-            raise CapacityError(
+            raise RoomError(
                 f"arena of {self.capacity} bytes: {need} bytes needed, {self.free_bytes} free "
                 f"(largest gap {largest}); unload or evict an adapter, or make the arena larger"
             )
@@ -130,18 +136,27 @@ class Arena:
         _put(self.buffer[offset:end], np.ascontiguousarray(data).reshape(-1).view(np.uint8))
         self.buffer[end : offset + self._blocks[offset]] = 0
 
-    def copy(self, offset: int, array: Array) -> None:
-        """Fill the block at ``offset`` with the bytes of a C-contiguous array of the arena's own
-        array module, and the rest of it with zeros."""
-        self._require_block(offset)
-        end = offset + int(array.nbytes)
-        self.buffer[offset:end] = array.reshape(-1).view(np.uint8)
-        self.buffer[end : offset + self._blocks[offset]] = 0
-
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], data: npt.NDArray[Any]) -> None:
         """Fill blocks whole: the next ``sizes[i]`` bytes of ``data`` go to the block at
         ``offsets[i]``. Blocks that stand side by side are one copy."""
-        runs: list[list[int]] = []  # where in the arena, where in data, bytes
+        for offset, start, size in self._runs(offsets, sizes):
+            _put(self.buffer[offset : offset + size], data[start : start + size])
+
+    def read(
+        self, offsets: Sequence[int], sizes: Sequence[int], data: npt.NDArray[np.uint8]
+    ) -> None:
+        """The other way round: ``data`` (host memory) becomes what the blocks hold."""
+        for offset, start, size in self._runs(offsets, sizes):
+            _get(self.buffer[offset : offset + size], data[start : start + size])
+
+    def clear(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Fill blocks with zeros."""
+        for offset, _, size in self._runs(offsets, sizes):
+            self.buffer[offset : offset + size] = 0
+
+    def _runs(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+        """Blocks that stand side by side as one: where in the arena, where among them, bytes."""
+        runs: list[list[int]] = []
         at = 0
         for offset, size in zip(offsets, sizes, strict=True):
             self._require_block(offset)
@@ -150,8 +165,7 @@ class Arena:
             else:
                 runs.append([offset, at, size])
             at += size
-        for offset, start, size in runs:
-            _put(self.buffer[offset : offset + size], data[start : start + size])
+        return runs
 
     def _require_block(self, offset: int) -> None:
         if check_int("offset", offset, 0) not in self._blocks:
@@ -181,6 +195,14 @@ def _put(target: Array, source: npt.NDArray[Any]) -> None:
         target.set(source)
 
 
+def _get(source: Array, target: npt.NDArray[Any]) -> None:
+    """Copy an array of either module to host bytes."""
+    if isinstance(source, np.ndarray):
+        target[...] = source
+    else:
+        source.get(out=target)
+
+
 def adapter_bytes(adapter: Adapter, itemsize: int) -> int:
     """Arena bytes that ``adapter`` takes at ``itemsize`` bytes an element; shared factors once."""
     sizes = {
@@ -205,9 +227,10 @@ class SlotInfo:
 class StoredAdapter:
     """What ``SlotTable.store`` made: an adapter's blocks, and the rows that will point at them.
 
-    offsets: None once it was placed or discarded.
+    layout: what it was made of. offsets: None once it was placed or discarded.
     """
 
+    layout: AdapterLayout
     info: SlotInfo
     records: npt.NDArray[np.void]
     offsets: list[int] | None
@@ -307,102 +330,107 @@ class SlotTable:
         All of a load that can fail. Raises as ``load`` does, having given back what it took. A
         packed adapter's memory is read until the copies enqueued here are over.
         """
+        arena = self.arena
         if isinstance(adapter, PackedAdapter):
-            return self._store_packed(adapter)
+            layout, buffer = adapter.layout, adapter.buffer
+            return self.store_layout(layout, lambda at: arena.fill(at, layout.sizes, buffer))
         check_type("adapter", adapter, Adapter)
-        adapter.check(self.model, self.limits)
-        offsets: dict[tuple[str, int], int] = {}
-        try:
-            for key, factors in adapter.factors.items():
-                where = f"adapter {adapter.name}, layer {key[0]}, {key[1]}"
-                self._store(offsets, "a", factors.a, f"{where}: A")
-                self._store(offsets, "b", factors.b, f"{where}: B")
-            self._loads += 1
-            records = self._records(adapter, offsets, self._loads)
-        except BaseException:
-            self._free(offsets.values())
-            raise
-        taken = adapter_bytes(adapter, self.dtype.itemsize)
-        info = SlotInfo(adapter.name, self._loads, adapter.max_rank, taken)
-        return StoredAdapter(info, records, list(offsets.values()))
+        layout, blocks = layout_of(adapter, self.model, self.limits, self.dtype, self.a_layout)
 
-    def _store_packed(self, packed: PackedAdapter) -> StoredAdapter:
-        """Copy the blocks, in as few pieces as they stand side by side in the arena."""
-        self._check_packed(packed)
+        def write(offsets: Sequence[int]) -> None:
+            for offset, block in zip(offsets, blocks, strict=True):
+                arena.write(offset, block.values(self.dtype, self.a_layout))
+
+        return self.store_layout(layout, write)
+
+    def store_layout(
+        self, layout: AdapterLayout, write: Callable[[Sequence[int]], None]
+    ) -> StoredAdapter:
+        """``store`` of what ``write`` puts into the layout's blocks, given their offsets in the
+        arena. Raises ArgumentError for a layout of another table, CapacityError as ``load`` does,
+        and what ``write`` raises."""
+        self._check_layout(layout)
         offsets: list[int] = []
         try:
-            for size in packed.sizes:
+            for size in layout.sizes:
                 offset = self.arena.alloc(size)
                 offsets.append(offset)
-            self.arena.fill(offsets, packed.sizes, packed.buffer)
+            write(offsets)
         except BaseException:
             self._free(offsets)
             raise
         self._loads += 1
-        records = packed.records.copy()
+        records = layout.records.copy()
         used = records["rank"] != 0
         starts = np.array(offsets, np.uint64) + np.uint64(self.arena.address)
         for pointer in ("a_ptr", "b_ptr"):
-            records[pointer][used] = starts[packed.records[pointer][used].astype(np.intp)]
+            records[pointer][used] = starts[layout.records[pointer][used].astype(np.intp)]
         records["generation"][used] = self._loads
-        info = SlotInfo(packed.name, self._loads, packed.max_rank, packed.nbytes)
-        return StoredAdapter(info, records, offsets)
+        info = SlotInfo(layout.name, self._loads, layout.max_rank, layout.nbytes)
+        return StoredAdapter(layout, info, records, offsets)
 
     def store_arrays(
         self, name: str, factors: Mapping[tuple[int, str], FactorArrays]
     ) -> StoredAdapter:
         """``store`` of arrays that are on this backend already, as a training loop has them.
 
-        factors: by (layer, module name). They are copied there, never through the host, and A stays
-        row-major, which the LoRA kernels read too, somewhat slower. Raises ArgumentError for keys
-        and arrays that do not fit, AdapterFormatError for values that are not finite, CapacityError
-        for a rank beyond the limits or where the arena lacks room.
+        factors: by (layer, module name). They never pass through the host. Raises ArgumentError for
+        keys and arrays that do not fit, AdapterFormatError for values that are not finite,
+        CapacityError for a rank beyond the limits or where the arena lacks room.
         """
         check_type("name", name, str)
+        factors = dict(factors)
         on_device = self.xp is not np
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
         records = np.zeros(len(self.entries), SLOT_ENTRY)
-        offsets: dict[int, int] = {}
-        generation, total = self._loads + 1, 0
-        try:
-            for (layer, module), value in factors.items():
-                for array in (value.a, value.b):
-                    if id(array) not in offsets:
-                        offsets[id(array)] = self.arena.alloc(array.nbytes)
-                        self.arena.copy(offsets[id(array)], array)
-                        total += block_bytes(array.nbytes)
-                records[self.row(layer, self._modules[module])] = (
-                    self.arena.address + offsets[id(value.a)],
-                    self.arena.address + offsets[id(value.b)],
-                    factor_stride(value.a, self.dtype),
-                    factor_stride(value.b, self.dtype),
-                    value.a.shape[1],
-                    value.scale,
-                    ROW_MAJOR,
-                    generation,
-                )
-        except BaseException:
-            self._free(offsets.values())
-            raise
-        self._loads = generation
+        numbers: dict[tuple[str, int], int] = {}
+        arrays: list[Array] = []
+        for (layer, module), value in factors.items():
+            for role, array in (("a", value.a), ("b", value.b)):
+                if (role, id(array)) not in numbers:
+                    numbers[role, id(array)] = len(arrays)
+                    arrays.append(array)
+            records[self.row(layer, self._modules[module])] = table_row(
+                numbers["a", id(value.a)],
+                numbers["b", id(value.b)],
+                (stride_of(value.a.shape, self.dtype), stride_of(value.b.shape, self.dtype)),
+                value.a.shape[1],
+                value.scale,
+                self.a_layout,
+            )
+        sizes = tuple(block_bytes(int(array.nbytes)) for array in arrays)
         rank = max((int(value.a.shape[1]) for value in factors.values()), default=0)
-        info = SlotInfo(name, generation, rank, total)
-        return StoredAdapter(info, records, list(offsets.values()))
+        layout = AdapterLayout(
+            name, sizes, records, rank, self.dtype, self.a_layout, "device arrays"
+        )
 
-    def _check_packed(self, packed: PackedAdapter) -> None:
+        packed = [role == "a" and self.a_layout == PACKED for role, _ in numbers]
+
+        def write(offsets: Sequence[int]) -> None:
+            self.arena.clear(offsets, sizes)
+            target = self.arena.buffer
+            try:
+                unpack_arrays(arrays, offsets, target, packed=packed, xp=self.xp)
+            except AdapterFormatError:
+                find_not_finite(name, factors)
+                raise
+
+        return self.store_layout(layout, write)
+
+    def _check_layout(self, layout: AdapterLayout) -> None:
         for field, got, needed in (
-            ("dtype", packed.dtype, self.dtype),
-            ("a_layout", packed.a_layout, self.a_layout),
-            ("table rows", len(packed.records), len(self.entries)),
+            ("dtype", layout.dtype, self.dtype),
+            ("a_layout", layout.a_layout, self.a_layout),
+            ("table rows", len(layout.records), len(self.entries)),
         ):
             if got != needed:
                 raise ArgumentError(
-                    f"packed adapter {packed.name} has {field} {got}, the table {needed}; pack it "
+                    f"packed adapter {layout.name} has {field} {got}, the table {needed}; pack it "
                     "for this table"
                 )
-        if packed.max_rank > self.limits.max_rank:
+        if layout.max_rank > self.limits.max_rank:
             raise CapacityError(
-                f"packed adapter {packed.name} has rank {packed.max_rank}, which exceeds max_rank "
+                f"packed adapter {layout.name} has rank {layout.max_rank}, which exceeds max_rank "
                 f"{self.limits.max_rank}"
             )
 
@@ -423,6 +451,18 @@ class SlotTable:
         self._info[slot], self._offsets[slot] = stored.info, offsets
         self._free(former)
 
+    def read_back(
+        self, stored: StoredAdapter, allocate: Callable[[int], npt.NDArray[np.uint8]]
+    ) -> PackedAdapter:
+        """The host's copy of a stored adapter that was not placed; ``allocate`` gives memory of so
+        many bytes. Raises ArgumentError if it was placed or discarded."""
+        check_type("stored", stored, StoredAdapter)
+        if stored.offsets is None:
+            raise ArgumentError(f"adapter {stored.info.name} was placed or discarded before")
+        buffer = allocate(stored.layout.nbytes)
+        self.arena.read(stored.offsets, stored.layout.sizes, buffer)
+        return PackedAdapter(stored.layout, buffer)
+
     def discard(self, stored: StoredAdapter) -> None:
         """Give the room of a stored adapter back that was not placed."""
         check_type("stored", stored, StoredAdapter)
@@ -438,37 +478,6 @@ class SlotTable:
     def check_slot(self, slot: int) -> int:
         """``slot`` as an int. Raises ArgumentError unless it is one of the table's."""
         return check_int("slot", slot, 0, self.limits.max_loras - 1)
-
-    def _store(
-        self, offsets: dict[tuple[str, int], int], role: str, array: npt.NDArray[Any], where: str
-    ) -> None:
-        """Write one factor's block, unless this adapter's same array already has one."""
-        key = (role, id(array))
-        if key in offsets:
-            return
-        values = cast(array, self.dtype, where)
-        offset = self.arena.alloc(values.nbytes)
-        offsets[key] = offset
-        packed = role == "a" and self.a_layout == PACKED
-        self.arena.write(offset, pack_a(values) if packed else values)
-
-    def _records(
-        self, adapter: Adapter, offsets: dict[tuple[str, int], int], generation: int
-    ) -> npt.NDArray[np.void]:
-        """The slot's entries, one a row of the table; zeros where the adapter has no factors."""
-        records = np.zeros(len(self.entries), SLOT_ENTRY)
-        for (layer, module), factors in adapter.factors.items():
-            records[self.row(layer, self._modules[module])] = (
-                self.arena.address + offsets["a", id(factors.a)],
-                self.arena.address + offsets["b", id(factors.b)],
-                factor_stride(factors.a, self.dtype),
-                factor_stride(factors.b, self.dtype),
-                factors.rank,
-                factors.scale,
-                self.a_layout,
-                generation,
-            )
-        return records
 
     def _switch(self, slot: int, records: npt.NDArray[np.void]) -> None:
         """Write the slot's entries: one strided copy on the current stream."""

@@ -10,11 +10,13 @@ names of equal content share a buffer: found by a digest of samples, then compar
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import SlotTable
 from cupylora.checks import check_int, check_type
 from cupylora.errors import ArgumentError, CapacityError
-from cupylora.text import byte_size, shown
+from cupylora.text import byte_size, quoted, shown
 
 __all__ = ["AdapterStore", "StoreCounts"]
 
@@ -46,10 +48,12 @@ class StoreCounts:
 
 @dataclass
 class _Entry:
-    """One name. path: where it can be read again; packed: None while it is not in memory."""
+    """One name. path: where it can be read again; packed: None while it is not in memory; digest:
+    of its content."""
 
     path: Path | None
     packed: PackedAdapter | None
+    digest: bytes
 
 
 class AdapterStore:
@@ -70,13 +74,14 @@ class AdapterStore:
         self.budget_bytes = check_int("budget_bytes", budget_bytes, 0)
         self._table = table
         self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8))
-        self._entries: dict[str, _Entry] = {}  # used longest ago first
+        self._entries: dict[str, _Entry] = {}
+        self._cached: dict[str, _Entry] = {}  # those in memory, used longest ago first
         self._counts = StoreCounts()
-        self._lock, self._packing = threading.Lock(), threading.Lock()
+        self._lock, self._packing = threading.Lock(), threading.RLock()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that are known, those used longest ago first."""
+        """All that are known, those kept longest ago first."""
         with self._lock:
             return tuple(self._entries)
 
@@ -105,37 +110,94 @@ class AdapterStore:
         Raises as ``read_adapter`` and ``pack_adapter`` do, CapacityError if it does not fit the
         budget beside what cannot go; the store is as before then.
         """
+        path = None if isinstance(adapter, Adapter) else _path(adapter)
         with self._packing:
-            path = None if isinstance(adapter, Adapter) else Path(adapter)
-            packed = self._pack(name, adapter, say)
-            with self._lock:
-                packed = self._shared(packed)
-                self._make_room(packed, beside=name)
-                self._entries.pop(name, None)
-                self._entries[name] = _Entry(path, packed)
-        return packed
+            return self.keep(name, self._pack(name, path or adapter, say), path)
+
+    def keep(self, name: str, packed: PackedAdapter, path: str | Path | None) -> PackedAdapter:
+        """``put`` of what is packed already; path: where it can be read again, None: nowhere.
+
+        Raises CapacityError as ``put`` does.
+        """
+        check_type("packed", packed, PackedAdapter)
+        path = None if path is None else _path(path)
+        with self._lock:
+            return self._keep(name, packed, path)
 
     def get(self, name: str, say: Say = lambda _: None) -> PackedAdapter:
         """The adapter ``name``, read again if its buffer went.
 
         Raises ArgumentError for a name that is not known, and as ``put`` does where it is read.
         """
+        found = self.find(name)
+        if isinstance(found, PackedAdapter):
+            return found
+        with self._packing:
+            found = self.find(name)  # another thread may have read it meanwhile
+            if isinstance(found, PackedAdapter):
+                return found
+            with self._lock:
+                entry = self._entries.get(name)
+            packed = self._pack(name, found, say)
+            with self._lock:
+                if self._entries.get(name) is entry:  # else it was replaced or dropped
+                    packed = self._keep(name, packed, found)
+        return packed
+
+    def find(self, name: str) -> PackedAdapter | Path:
+        """The adapter ``name``, or where it can be read again if its buffer went.
+
+        Raises ArgumentError for a name that is not known.
+        """
         with self._lock:
             entry = self._known(name)
-            self._entries[name] = self._entries.pop(name)  # used last
             if entry.packed is not None:
+                self._cached[name] = self._cached.pop(name)  # used last
                 self._counts = replace(self._counts, hits=self._counts.hits + 1)
-                return replace(entry.packed, name=name)
-            path = entry.path
-        if path is None:  # what cannot be read again is never let go
-            raise ArgumentError(f"adapter {shown(name)} is not in memory")
-        return self.put(name, path, say)
+                return _named(entry.packed, name)
+            if entry.path is None:  # what cannot be read again is never let go
+                raise ArgumentError(f"adapter {shown(name)} is not in memory")
+            return entry.path
+
+    @contextlib.contextmanager
+    def restoring(self, name: str) -> Iterator[None]:
+        """If what is inside fails, ``name`` is again what it was before."""
+        with self._lock:
+            before = self._entries.get(name)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                if self._entries.get(name) is not before:
+                    self._forget(name)
+                    if before is not None:
+                        self._restore(name, before)
+            raise
 
     def drop(self, name: str) -> None:
         """Forget ``name``. Raises ArgumentError if it is not known."""
         with self._lock:
             self._known(name)
-            del self._entries[name]
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._entries.pop(name, None)
+        self._cached.pop(name, None)
+
+    def _restore(self, name: str, entry: _Entry) -> None:
+        """Put back what was taken out: it had room then."""
+        if entry.packed is not None:
+            self._make_room(entry.packed, beside=name)
+            self._cached[name] = entry
+        self._entries[name] = entry
+
+    def _keep(self, name: str, packed: PackedAdapter, path: Path | None) -> PackedAdapter:
+        digest = _digest(packed)
+        packed = self._shared(_named(packed, name), digest)
+        self._make_room(packed, beside=name)
+        self._forget(name)
+        self._entries[name] = self._cached[name] = _Entry(path, packed, digest)
+        return packed
 
     def _known(self, name: str) -> _Entry:
         entry = self._entries.get(name)
@@ -148,7 +210,7 @@ class AdapterStore:
         table = self._table
         if not isinstance(adapter, Adapter):
             say("reading")
-            adapter = read_adapter(adapter, table.model, name=name)
+            adapter = read_adapter(adapter, table.model, name=name, limits=table.limits)
             with self._lock:
                 self._counts = replace(self._counts, reads=self._counts.reads + 1)
         say("packing")
@@ -161,12 +223,11 @@ class AdapterStore:
             self._allocate,
         )
 
-    def _shared(self, packed: PackedAdapter) -> PackedAdapter:
+    def _shared(self, packed: PackedAdapter, digest: bytes) -> PackedAdapter:
         """The same with the buffer of an adapter of equal content, if there is one."""
-        digest = _digest(packed)
-        for entry in self._entries.values():
+        for entry in self._cached.values():
             other = entry.packed
-            if other is not None and _digest(other) == digest and packed.same_content(other):
+            if other is not None and entry.digest == digest and packed.same_content(other):
                 return replace(packed, buffer=other.buffer)
         return packed
 
@@ -175,42 +236,56 @@ class AdapterStore:
 
         Raises CapacityError, having let go of nothing, where that is not enough.
         """
-        keep = {id(packed.buffer)}
-        kept = {n: e for n, e in self._entries.items() if n != beside}
-        gone: list[str] = []
-        for name, entry in kept.items():
-            if self._bytes_of(kept, gone, packed) <= self.budget_bytes:
+        users = self._users(without=beside)
+        users.setdefault(id(packed.buffer), []).append(packed)
+        needed, gone = sum(buffer[0].nbytes for buffer in users.values()), list[str]()
+        for name, entry in self._cached.items():
+            if needed <= self.budget_bytes:
                 break
-            if entry.path is not None and entry.packed and id(entry.packed.buffer) not in keep:
-                gone.append(name)
-        needed = self._bytes_of(kept, gone, packed)
+            if name == beside or entry.path is None or entry.packed is None:
+                continue
+            sharing = users[id(entry.packed.buffer)]
+            sharing.pop()
+            gone.append(name)
+            needed -= 0 if sharing else entry.packed.nbytes
         if needed > self.budget_bytes:
             raise CapacityError(
-                f"adapter {shown(packed.name)} has {byte_size(packed.nbytes)}; with what cannot be "
-                f"read again that is {needed} bytes, and the host cache has {self.budget_bytes}; "
-                "drop adapters or make it larger"
+                f"adapter {shown(packed.layout.name)} has {byte_size(packed.nbytes)}; with what "
+                f"cannot be read again that is {needed} bytes, and the host cache has "
+                f"{self.budget_bytes}; drop adapters or make it larger"
             )
         for name in gone:
-            kept[name].packed = None
+            self._cached.pop(name).packed = None
         self._counts = replace(self._counts, evictions=self._counts.evictions + len(gone))
 
-    @staticmethod
-    def _bytes_of(entries: Mapping[str, _Entry], gone: list[str], new: PackedAdapter) -> int:
-        buffers = {id(new.buffer): new.nbytes}
-        for name, entry in entries.items():
-            if entry.packed is not None and name not in gone:
-                buffers[id(entry.packed.buffer)] = entry.packed.nbytes
-        return sum(buffers.values())
+    def _users(self, without: str | None = None) -> dict[int, list[PackedAdapter]]:
+        """By ``id`` of each buffer, who has it."""
+        users: dict[int, list[PackedAdapter]] = {}
+        for name, entry in self._cached.items():
+            if entry.packed is not None and name != without:
+                users.setdefault(id(entry.packed.buffer), []).append(entry.packed)
+        return users
 
     def _held(self) -> int:
-        held = (entry.packed for entry in self._entries.values())
-        return sum({id(p.buffer): p.nbytes for p in held if p is not None}.values())
+        return sum(users[0].nbytes for users in self._users().values())
+
+
+def _path(path: Any) -> Path:
+    """``path`` as it is found from any working directory. Raises ArgumentError for another type."""
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"adapter is {quoted(path)}; an Adapter or a path is needed")
+    return Path(path).absolute()
+
+
+def _named(packed: PackedAdapter, name: str) -> PackedAdapter:
+    return replace(packed, layout=replace(packed.layout, name=name))
 
 
 def _digest(packed: PackedAdapter) -> bytes:
     """Of the table rows and of samples across the buffer: equal for equal content."""
-    found = hashlib.blake2b(packed.records.tobytes(), digest_size=16)
-    found.update(str((packed.dtype, packed.a_layout, packed.sizes)).encode())
+    layout = packed.layout
+    found = hashlib.blake2b(layout.records.tobytes(), digest_size=16)
+    found.update(str((layout.dtype, layout.a_layout, layout.sizes)).encode())
     step = max(_SAMPLE_BYTES, packed.nbytes // _SAMPLES)
     for start in range(0, packed.nbytes, step):
         found.update(packed.buffer[start : start + _SAMPLE_BYTES].tobytes())

@@ -28,6 +28,7 @@ __all__ = [
     "Unit",
     "check_finite",
     "common_dtype",
+    "common_dtype_of",
     "groups_of",
     "scaled",
     "single",
@@ -164,7 +165,7 @@ class Unit:
         Where scales differ, B is float32 and holds the ratio, with one rounding (the file's own
         type may not reach that far).
         """
-        dtype = common_dtype(info.dtype for pair in self.pairs for info in (pair.a, pair.b))
+        dtype = common_dtype_of(self)
         b_dtype = dtype if len(set(self.scales)) == 1 else np.dtype(np.float32)
         a = np.zeros(self.a_shape, dtype)
         b = np.zeros(self.b_shape(slice(None)), b_dtype)
@@ -195,6 +196,11 @@ def common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
     """The one dtype of all; float32, which holds the others exactly, where they differ."""
     found = set(dtypes)
     return found.pop() if len(found) == 1 else np.dtype(np.float32)
+
+
+def common_dtype_of(unit: Unit) -> np.dtype[Any]:
+    """The one dtype of a unit's tensors, as ``common_dtype`` says."""
+    return common_dtype(info.dtype for pair in unit.pairs for info in (pair.a, pair.b))
 
 
 def _unstack(a: Array, b: Array, experts: int, order: StackedOrder) -> tuple[Array, Array]:

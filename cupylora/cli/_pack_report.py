@@ -9,7 +9,7 @@ from rich.table import Table
 
 from cupylora import __version__
 from cupylora.adapters.pack_file import Pack
-from cupylora.adapters.packed import PackedAdapter
+from cupylora.adapters.packed import AdapterLayout
 from cupylora.cli._console import OutputConsole
 from cupylora.dtypes import dtype_name
 from cupylora.files import named
@@ -27,7 +27,7 @@ def pack_record(pack: Pack) -> dict[str, Any]:
         "layers": pack.layers,
         "modules": [module[0] for module in pack.modules],
         "dtype": dtype_name(pack.dtype),
-        "bytes": pack.blocks_bytes,
+        "bytes": len(pack.blocks),
         "adapters": [
             {
                 "name": adapter.name,
@@ -36,7 +36,7 @@ def pack_record(pack: Pack) -> dict[str, Any]:
                 "blocks": len(adapter.sizes),
                 "bytes": adapter.nbytes,
             }
-            for adapter in pack.adapters
+            for adapter in pack.layouts
         ],
     }
 
@@ -47,7 +47,7 @@ def print_pack(pack: Pack) -> None:
     table = Table()
     for column in ("adapter", "largest rank", "modules", "blocks", "bytes"):
         table.add_column(column, justify="left" if column == "adapter" else "right")
-    for adapter in pack.adapters:
+    for adapter in pack.layouts:
         table.add_row(
             escape(shown(adapter.name)),
             str(adapter.max_rank),
@@ -57,13 +57,13 @@ def print_pack(pack: Pack) -> None:
         )
     head = (
         f"Pack {named(pack.path)} for {shown(pack.model)}: "
-        f"{counted(len(pack.adapters), 'adapter')} in {dtype_name(pack.dtype)}, "
-        f"{byte_size(pack.blocks_bytes)} in one copy"
+        f"{counted(len(pack.layouts), 'adapter')} in {dtype_name(pack.dtype)}, "
+        f"{byte_size(len(pack.blocks))} in one copy"
     )
     console.print(head, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
 
 
-def _applied(adapter: PackedAdapter) -> int:
+def _applied(adapter: AdapterLayout) -> int:
     """Rows of a slot table that it fills."""
     return int((adapter.records["rank"] != 0).sum())

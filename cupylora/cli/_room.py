@@ -11,7 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cupylora.adapters.factors import synthetic_host_bytes
-from cupylora.adapters.safetensors_file import INDEX_FILE, LARGEST_JSON, SINGLE_FILE, SUFFIX
+from cupylora.adapters.safetensors_file import (
+    INDEX_FILE,
+    LARGEST_JSON,
+    MOST_TENSORS,
+    SINGLE_FILE,
+    SUFFIX,
+)
 from cupylora.adapters.slots import block_bytes
 from cupylora.backend import ArrayBackend, NumpyBackend
 from cupylora.files import is_there, read_json
@@ -65,7 +71,7 @@ def file_bytes(folder: str) -> int:
 def _weight_files(folder: Path) -> set[str]:
     if is_there(folder / SINGLE_FILE):
         return {SINGLE_FILE}
-    shards = read_json(folder / INDEX_FILE, LARGEST_JSON).get("weight_map")
+    shards = read_json(folder / INDEX_FILE, LARGEST_JSON, MOST_TENSORS).get("weight_map")
     names = shards.values() if isinstance(shards, dict) else ()
     return {name for name in names if isinstance(name, str)}
 

@@ -74,6 +74,12 @@ _STDOUT = Path("-")
     help="Read the values too: infinities, and what --dtype cannot hold (default).",
 )
 @click.option(
+    "--links/--no-links",
+    default=True,
+    help="Whether its files may be links that lead out of DIR (default, with a note). Refuse them "
+    "where strangers made DIR.",
+)
+@click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),

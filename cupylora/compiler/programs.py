@@ -40,6 +40,11 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         kernels=instances("read_stream<{unroll}>", unroll=(1, 4, 8)),
     ),
     KernelProgram(
+        name="unpack",
+        source="adapters/unpack.cu",
+        kernels=instances("unpack_factors<{dtype}>", dtype=_DTYPES),
+    ),
+    KernelProgram(
         name="sort",
         source="route/sort.cu",
         kernels=_plain("route_rank", "digit_histogram", "digit_scan", "digit_scatter"),

@@ -23,6 +23,8 @@ SYMBOLS: Mapping[str, str] = {
     "cluster": "blocks that share an item, by the rules that `choice` has the numbers of",
     "block": "threads of a block, as this rule gives them",
     "keys": "num_experts * digits",
+    "most_elements": "most elements of a piece",
+    "num_pieces": "records in pieces",
 }
 
 FUNCTIONS: Mapping[str, str] = {
@@ -93,6 +95,7 @@ def _expand_activation(columns: int) -> Rule:
 RULES: Mapping[str, Rule] = {
     "fill_uniform": Rule("min(max(1, ceil_div(count, 256)), 4096)", "256"),
     "read_stream": Rule("resident", "256"),
+    "unpack_factors": Rule("max(1, ceil_div(most_elements, 4096))", "256", grid_y="num_pieces"),
     "route_rank": Rule(_ROW_BLOCKS.format(128), "1024", "ceil_div(rows, 32) * 128"),
     "digit_histogram": _sort("digits * 4"),
     "digit_scan": Rule("max(1, ceil_div(digits, 8))", "256"),

@@ -22,6 +22,7 @@ from cupylora.ops.requests_to_tokens import requests_to_tokens
 from cupylora.ops.route import route, route_workspace_bytes
 from cupylora.ops.slot_lookup import slot_lookup
 from cupylora.ops.status import DeviceStatus
+from cupylora.ops.unpack_factors import unpack_factors
 
 __all__ = [
     "DeviceStatus",
@@ -46,4 +47,5 @@ __all__ = [
     "route_workspace_bytes",
     "segments_workspace_bytes",
     "slot_lookup",
+    "unpack_factors",
 ]

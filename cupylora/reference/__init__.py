@@ -21,6 +21,7 @@ from cupylora.reference.pointer_expand import pointer_expand
 from cupylora.reference.requests_to_tokens import requests_to_tokens
 from cupylora.reference.route import route
 from cupylora.reference.slot_lookup import slot_lookup
+from cupylora.reference.unpack_factors import unpack_factors
 
 __all__ = [
     "activation",
@@ -39,4 +40,5 @@ __all__ = [
     "requests_to_tokens",
     "route",
     "slot_lookup",
+    "unpack_factors",
 ]

@@ -1,0 +1,150 @@
+"""From files straight into the arena: the device converts, unstacks and packs.
+
+    open_adapter --> plan_import: blocks, and which bytes become which elements of them
+    file bytes --> pinned staging --> device staging --> ops.unpack_factors --> blocks of the arena
+
+The host only reads. Blocks are not published before all of it is over, and a value that is not
+finite, which the device tells by one word at the end, refuses the adapter; the host's own way of
+reading then says which. Both ways give the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupylora import ops
+from cupylora.adapters.import_plan import (
+    PIECE_ELEMENTS,
+    Chunk,
+    ImportPlan,
+    chunks_of,
+    most_pieces,
+    plan_import,
+)
+from cupylora.adapters.peft import open_adapter, read_adapter
+from cupylora.adapters.safetensors_file import WeightFiles
+from cupylora.adapters.slots import SlotTable, StoredAdapter
+from cupylora.backend import ArrayBackend
+from cupylora.checks import check_int
+from cupylora.worklists import FACTOR_PIECE_BYTES
+
+__all__ = ["Importer"]
+
+STAGING_BYTES = 32 << 20
+"""Of a file at a time."""
+
+STAGING_DEPTH = 3
+"""Parts of a file that may be under way: one read, one copied, one unpacked."""
+
+_ALIGNMENT = 16
+
+Say = Callable[[str], object]
+
+
+class _FaultError(Exception):
+    """The device met a value that cannot be applied."""
+
+
+class Importer:
+    """Brings adapters' files into arenas of ``backend``, through staging of its own.
+
+    staging_bytes: of a file (at least 256 KiB) that travel together; three times as much is taken
+    in pinned host memory and on the device at the first import, and kept.
+    """
+
+    def __init__(self, backend: ArrayBackend, *, staging_bytes: int = STAGING_BYTES) -> None:
+        self._backend = backend
+        self._bytes = check_int("staging_bytes", staging_bytes, 4 * PIECE_ELEMENTS)
+        self._ring: Iterator[_Staging] | None = None
+
+    def store(
+        self, path: str | Path, table: SlotTable, *, name: str, say: Say = lambda _: None
+    ) -> StoredAdapter:
+        """What ``table.store(read_adapter(path, ...))`` gives.
+
+        Work goes to the current stream and is over on return. Raises as those two do.
+        """
+        say("reading")
+        with open_adapter(path, table.model) as opened:
+            plan = plan_import(table, name, opened)
+            try:
+                return table.store_layout(plan.layout, self._writer(opened.weights, plan, table))
+            except _FaultError:
+                pass  # which value it is, the host finds
+        say("packing")
+        return table.store(read_adapter(path, table.model, name=name, limits=table.limits))
+
+    def _writer(
+        self, weights: WeightFiles, plan: ImportPlan, table: SlotTable
+    ) -> Callable[[Sequence[int]], None]:
+        def write(offsets: Sequence[int]) -> None:
+            table.arena.clear(offsets, plan.layout.sizes)
+            pieces = plan.pieces.copy()
+            pieces["target"] = np.array(offsets, np.uint64)[plan.pieces["target"].astype(np.intp)]
+            fault = self._backend.zeros(1, np.int32)
+            for chunk in chunks_of(plan, self._bytes):
+                self._send(weights, plan, chunk, pieces[chunk.pieces], table, fault)
+            if self._backend.to_host(fault)[0]:
+                raise _FaultError
+
+        return write
+
+    def _send(
+        self,
+        weights: WeightFiles,
+        plan: ImportPlan,
+        chunk: Chunk,
+        pieces: npt.NDArray[np.void],
+        table: SlotTable,
+        fault: Any,
+    ) -> None:
+        """Read a part of a file, and enqueue its copy and what becomes of it."""
+        if self._ring is None:
+            rooms = [_Staging.new(self._backend, self._bytes) for _ in range(STAGING_DEPTH)]
+            self._ring = itertools.cycle(rooms)
+        staging = next(self._ring)
+        staging.wait(self._backend)
+        records = pieces.copy()
+        records["source"] = plan.begin[chunk.pieces] - chunk.begin
+        size = chunk.end - chunk.begin
+        weights.read_into(chunk.file, chunk.begin, staging.host[:size])
+        at = -(-size // _ALIGNMENT) * _ALIGNMENT
+        end = at + records.nbytes
+        staging.host[at:end] = records.view(np.uint8)
+        self._backend.upload(staging.device[:end], staging.host[:end])
+        ops.unpack_factors(
+            staging.device[:at],
+            staging.device[at:end].reshape(-1, FACTOR_PIECE_BYTES),
+            table.arena.buffer,
+            dtype=table.dtype,
+            most_elements=int(records["count"].max()),
+            fault=fault,
+        )
+        staging.used = self._backend.mark()
+
+
+@dataclass
+class _Staging:
+    """A part of a file and its records, in host memory and on the device. used: the last work that
+    reads them."""
+
+    host: npt.NDArray[np.uint8]
+    device: Any
+    used: Any = None
+
+    @classmethod
+    def new(cls, backend: ArrayBackend, nbytes: int) -> _Staging:
+        room = nbytes + _ALIGNMENT + most_pieces(nbytes) * FACTOR_PIECE_BYTES
+        return cls(backend.host_buffer(room), backend.empty(room, np.uint8))
+
+    def wait(self, backend: ArrayBackend) -> None:
+        """Until it may be written again."""
+        if self.used is not None:
+            backend.wait_for(self.used)

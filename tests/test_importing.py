@@ -1,0 +1,353 @@
+"""Files straight into the arena: byte for byte what reading and packing on the host gives, in every
+form; refusals are the host's own; a load that fails gives back what it took.
+
+The work runs on NumPy here (the twin of ``unpack_factors``) and on a GPU where there is one;
+``test_emulated_unpack`` runs the kernel without one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import adapter_files as files
+import ml_dtypes
+import numpy as np
+import pytest
+from backend_util import BACKENDS
+from fixtures_util import DATA, FIXTURES, load_fixture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupylora import ops
+from cupylora.adapters import import_plan, importing
+from cupylora.adapters.importing import Importer
+from cupylora.adapters.peft import read_adapter
+from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
+from cupylora.adapters.store import AdapterStore
+from cupylora.backend import ArrayBackend, open_backend
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.runtime import LoraRuntime
+from cupylora.shapes import LoraLimits, ModelShape, load_model
+from cupylora.worklists import FACTOR_PIECE, FACTOR_PIECE_BYTES, PACKED, ROW_MAJOR
+
+TINY = load_model("tiny-moe")
+TOY = files.model()
+CONTRACTS = DATA / "demo" / "contracts-r8"
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> ArrayBackend:
+    return open_backend(request.param)
+
+
+def table_of(backend: ArrayBackend, model: ModelShape, **options: Any) -> SlotTable:
+    arena = Arena(options.pop("room", 4 << 20), backend.xp)
+    limits = LoraLimits(2, options.pop("max_rank", 64))
+    dtype = options.pop("dtype", "bfloat16")
+    made = SlotTable(model, limits, dtype, xp=backend.xp, arena=arena, **options)
+    made.arena.buffer[:] = 0xA5  # what nobody writes shows
+    return made
+
+
+def blocks(backend: ArrayBackend, table: SlotTable, stored: StoredAdapter) -> list[bytes]:
+    assert stored.offsets is not None
+    host = backend.to_host(table.arena.buffer)
+    sizes = stored.layout.sizes
+    return [host[at : at + size].tobytes() for at, size in zip(stored.offsets, sizes, strict=True)]
+
+
+def check_same(
+    backend: ArrayBackend, path: Path, model: ModelShape, *, staging: int = 1 << 18, **options: Any
+) -> None:
+    """Both ways into tables of their own; the import's must not have fallen back."""
+    by_host, by_import = (table_of(backend, model, **options) for _ in range(2))
+    wanted = by_host.store(read_adapter(path, model, name="x"))
+    said: list[str] = []
+    importer = Importer(backend, staging_bytes=staging)
+    got = importer.store(path, by_import, name="x", say=said.append)
+    assert said == ["reading"]
+    assert blocks(backend, by_import, got) == blocks(backend, by_host, wanted)
+    assert got.layout.sizes == wanted.layout.sizes
+    assert got.layout.records.tobytes() == wanted.layout.records.tobytes()
+    assert (got.info, got.layout.source) == (wanted.info, wanted.layout.source)
+    by_import.place(1, got)
+    by_import.evict(1)
+    assert by_import.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_peft_wrote(name: str, dtype: str, backend: ArrayBackend) -> None:
+    fixture = load_fixture(name)
+    layout = ROW_MAJOR if dtype == "float16" else PACKED
+    check_same(backend, fixture.path, fixture.model.shape, dtype=dtype, a_layout=layout)
+
+
+def forms(moe: Any, rank: int, seed: int) -> dict[str, files.Tensors]:
+    experts = files.expert_factors(moe, rank, seed)
+    some = files.per_expert(experts, 1, only=(3, 1))
+    stacked = files.stacked(moe, experts, 0)
+    return {
+        "by name": files.per_expert(experts, 0),
+        "some experts": some,
+        "three-dimensional": files.three_dimensional(experts, 1),
+        "stacked": stacked,
+        "swapped": files.stacked(moe, experts, 1, swapped=True),
+        "in lists": files.in_lists(moe, experts, 0, (0, 2)),
+        "dense": files.dense(rank, TOY.modules[0], "layers.0.self_attn.q_proj", seed=seed),
+    }
+
+
+FORMS = tuple(forms(TOY.moe, 2, 0))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ["gate_first", "up_first", "interleaved"])
+@pytest.mark.parametrize("rank", [3, 8])
+def test_forms(form: str, layout: Any, rank: int, backend: ArrayBackend, tmp_path: Path) -> None:
+    if layout != "gate_first" and form in ("dense", "by name", "some experts", "three-dimensional"):
+        pytest.skip("has no gate and up in one")
+    model = files.model(gate_up_layout=layout)
+    config = {"r": rank, "peft_version": "0.18.1" if form == "swapped" else "0.21.2"}
+    path = files.write(tmp_path / "a", forms(model.moe, rank, 1)[form], **config)
+    check_same(backend, path, model)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_mixed_types_and_ranks(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """Each tensor of a type of its own, experts of ranks of their own, staging that cuts
+    anywhere, K with and without a rest behind the chunks."""
+    backend = open_backend("numpy")
+    hidden = data.draw(st.sampled_from([12, 64, 130, 192]))
+    experts = data.draw(st.integers(1, 4))
+    model = files.model(hidden=hidden, intermediate=66, experts=experts, top_k=1)
+    shapes = {
+        name: data.draw(st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]))
+        for name in ("A", "B")
+    }
+    tensors, ranks = {}, {}
+    for expert in range(experts):
+        rank = data.draw(st.integers(1, 9))
+        ranks[f".*experts.{expert}.*"] = rank
+        made = files.per_expert(files.expert_factors(model.moe, rank, expert), 0)
+        tensors |= {n: t for n, t in made.items() if f"experts.{expert}." in n}
+    cast = {n: t.astype(shapes["A" if "lora_A" in n else "B"]) for n, t in tensors.items()}
+    folder = tmp_path_factory.mktemp("a")
+    alphas = {pattern: data.draw(st.sampled_from([1, 3, rank])) for pattern, rank in ranks.items()}
+    path = files.write(folder, cast, rank_pattern=ranks, alpha_pattern=alphas)
+    dtype = data.draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+    layout = data.draw(st.sampled_from([PACKED, ROW_MAJOR]))
+    check_same(backend, path, model, dtype=dtype, a_layout=layout, room=16 << 20)
+
+
+def test_many_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tensors cut into many pieces, pieces into many parts of the file."""
+    backend = open_backend("numpy")
+    monkeypatch.setattr(import_plan, "PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(importing, "PIECE_ELEMENTS", 100)
+    for name in ("mixtral-stacked-018", "qwen2-moe-per-expert", "gpt-oss-stacked-021"):
+        fixture = load_fixture(name)
+        check_same(backend, fixture.path, fixture.model.shape, staging=1024)
+
+
+def test_shards(backend: ArrayBackend, tmp_path: Path) -> None:
+    experts = files.expert_factors(TOY.moe, 4)
+    first, second = files.per_expert(experts, 0), files.stacked(TOY.moe, experts, 1)
+    path = files.write(tmp_path / "a", first | second)
+    (path / "adapter_model.safetensors").unlink()
+    names = {"one.safetensors": first, "two.safetensors": second}
+    for shard, tensors in names.items():
+        (path / shard).write_bytes(files.save(tensors))
+    index = {name: shard for shard, tensors in names.items() for name in tensors}
+    (path / "adapter_model.safetensors.index.json").write_text(
+        files.json.dumps({"weight_map": index})
+    )
+    check_same(backend, path, TOY)
+
+
+@pytest.mark.parametrize("alphas", [(3, 7), (0, 5), (-4, 1)])
+def test_experts_of_different_scales(
+    alphas: tuple[int, int], backend: ArrayBackend, tmp_path: Path
+) -> None:
+    tensors = files.per_expert(files.expert_factors(TOY.moe, 4), 0)
+    patterns = {f"experts.{i}.up_proj": alpha for i, alpha in enumerate(alphas)}
+    check_same(backend, files.write(tmp_path / "a", tensors, alpha_pattern=patterns), TOY)
+
+
+def test_scales_too_far_apart_are_refused_as_the_host_does(
+    backend: ArrayBackend, tmp_path: Path
+) -> None:
+    tensors = files.per_expert(files.expert_factors(TOY.moe, 4), 0)
+    path = files.write(tmp_path / "a", tensors, alpha_pattern={"experts.1.up_proj": 1e-37})
+    small = next(n for n in tensors if "experts.1.up_proj.lora_B" in n)
+    tensors[small] = tensors[small] * np.float32(1e-4)
+    files.write(tmp_path / "a", tensors, alpha_pattern={"experts.1.up_proj": 1e-37})
+    with pytest.raises(AdapterFormatError, match="too far apart"):
+        Importer(backend).store(path, table_of(backend, TOY), name="x")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_refused_as_the_host_does(
+    value: float, backend: ArrayBackend, tmp_path: Path
+) -> None:
+    tensors = files.stacked(TOY.moe, files.expert_factors(TOY.moe, 4), 0)
+    last = next(reversed(tensors))
+    tensors[last] = tensors[last].copy()
+    tensors[last][-1, -1] = value
+    path = files.write(tmp_path / "a", tensors)
+    table = table_of(backend, TOY)
+    with pytest.raises(AdapterFormatError) as by_host:
+        read_adapter(path, TOY)
+    with pytest.raises(AdapterFormatError) as by_import:
+        Importer(backend).store(path, table, name="x")
+    assert str(by_import.value) == str(by_host.value)
+    assert "1 values that are not finite" in str(by_host.value)
+    assert table.arena.used_bytes == 0
+
+
+def test_what_the_tables_type_cannot_hold_is_refused_as_the_host_does(
+    backend: ArrayBackend, tmp_path: Path
+) -> None:
+    tensors = files.dense(4, TOY.modules[0], "layers.0.self_attn.q_proj")
+    name = next(iter(tensors))
+    tensors[name] = tensors[name] * np.float32(1e5)
+    path = files.write(tmp_path / "a", tensors)
+    table = table_of(backend, TOY, dtype="float16")
+    with pytest.raises(AdapterFormatError, match="not finite as float16"):
+        Importer(backend).store(path, table, name="x")
+    assert table.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{"max_rank": 4}, {"room": 4096}])
+def test_limits(options: dict[str, Any], backend: ArrayBackend) -> None:
+    tables = [table_of(backend, TINY, **options) for _ in range(2)]
+    with pytest.raises(CapacityError) as by_host:
+        tables[0].store(read_adapter(CONTRACTS, TINY, name="x"))
+    with pytest.raises(CapacityError) as by_import:
+        Importer(backend).store(CONTRACTS, tables[1], name="x")
+    assert str(by_import.value) == str(by_host.value)
+    assert tables[1].arena.used_bytes == 0
+
+
+def test_a_file_that_became_shorter(
+    backend: ArrayBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = files.stacked(TOY.moe, files.expert_factors(TOY.moe, 4), 0)
+    path = files.write(tmp_path / "a", tensors)
+    table, importer = table_of(backend, TOY), Importer(backend)
+    plan = importing.plan_import
+
+    def plan_and_cut(*args: Any) -> Any:
+        file = path / "adapter_model.safetensors"
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size - 10)
+        return plan(*args)
+
+    monkeypatch.setattr(importing, "plan_import", plan_and_cut)
+    with pytest.raises(AdapterFormatError, match="became shorter while it was read"):
+        importer.store(path, table, name="x")
+    assert table.arena.used_bytes == 0
+    monkeypatch.undo()
+    whole = files.write(tmp_path / "a", tensors)
+    importer.store(whole, table, name="x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": np.zeros(4, np.int8)}, "source has dtype int8"),
+        ({"target": np.zeros((2, 2), np.uint8)}, r"target has shape \(2, 2\)"),
+        ({"pieces": np.zeros((1, 95), np.uint8)}, "pieces has shape"),
+        ({"pieces": np.zeros((65_536, 96), np.uint8)}, "65535 at most"),
+        ({"fault": np.zeros(2, np.int32)}, "fault has shape"),
+        ({"most_elements": -1}, "most_elements is -1"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_arguments_of_unpack_factors(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "source": np.zeros(4, np.uint8),
+        "pieces": np.zeros((0, FACTOR_PIECE_BYTES), np.uint8),
+        "target": np.zeros(4, np.uint8),
+        "dtype": "bfloat16",
+        "most_elements": 0,
+        "fault": np.zeros(1, np.int32),
+    }
+    ops.unpack_factors(**arguments)
+    with pytest.raises(ArgumentError, match=message):
+        ops.unpack_factors(**{**arguments, **change})
+
+
+def test_a_record_has_the_size_that_kernels_know() -> None:
+    assert FACTOR_PIECE.itemsize == FACTOR_PIECE_BYTES == 96
+
+
+# --- in the runtime ----------------------------------------------------------------------------
+
+
+def cached(room: int, cache: int | None) -> LoraRuntime:
+    """A runtime on NumPy that loads as one on a GPU does."""
+    limits = LoraLimits(2, 16)
+    made = LoraRuntime(
+        TINY,
+        limits,
+        dtype="bfloat16",
+        max_tokens=8,
+        arena_bytes=room,
+        backend="numpy",
+        host_cache_bytes=cache,
+    )
+    made._importer = Importer(made.backend)
+    return made
+
+
+@pytest.mark.parametrize("cache", [None, 1 << 20])
+def test_a_runtime_imports(cache: int | None, backend: ArrayBackend) -> None:
+    runtime, said = cached(1 << 20, cache), list[str]()
+    slot = runtime.load("contracts", CONTRACTS, progress=said.append)
+    assert said == ["reading", *(["caching"] if cache else []), "placing"]
+    by_host = table_of(backend, TINY)
+    wanted = by_host.store(read_adapter(CONTRACTS, TINY, name="contracts"))
+    info = runtime.table.slots[slot]
+    assert info is not None
+    assert (info.name, info.arena_bytes) == ("contracts", wanted.info.arena_bytes)
+    held = runtime.table.arena.buffer[: info.arena_bytes].tobytes()
+    assert held == b"".join(blocks(backend, by_host, wanted))
+
+
+def test_what_was_imported_comes_from_the_cache_again() -> None:
+    runtime = cached(1 << 20, 1 << 20)
+    store = runtime.store
+    assert store is not None
+    runtime.load("one", CONTRACTS)
+    plain = AdapterStore(runtime.table, budget_bytes=1 << 20)
+    assert store.get("one").same_content(plain.put("one", CONTRACTS))
+    runtime.unload("one")
+    said: list[str] = []
+    runtime.load("one", progress=said.append)
+    assert said == ["copying", "placing"]
+
+
+def test_what_went_from_the_cache_is_imported_again() -> None:
+    size = cached(1 << 20, 1 << 20).table.store(read_adapter(CONTRACTS, TINY)).layout.nbytes
+    runtime = cached(1 << 20, size)
+    other = DATA / "demo" / "support-rslora-r4"
+    runtime.load("one", CONTRACTS)
+    runtime.load("two", other)
+    store = runtime.store
+    assert store is not None
+    assert store.sizes()["one"] == 0
+    runtime.unload("one")
+    said: list[str] = []
+    runtime.load("one", progress=said.append)
+    assert said == ["reading", "caching", "placing"]
+
+
+def test_a_cache_that_is_too_small_takes_no_room() -> None:
+    runtime = cached(1 << 20, 1000)
+    with pytest.raises(CapacityError, match="the host cache has 1000"):
+        runtime.load("one", CONTRACTS)
+    assert runtime.table.arena.used_bytes == 0
+    assert runtime.loaded == {}
