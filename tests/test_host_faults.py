@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,29 @@ def test_without_a_driver_it_says_so(driver: FakeDriver, tmp_path: Path) -> None
         assert done.stdout == "libcuda.so.1 cannot be loaded\n"
     else:
         pytest.skip("there is a driver")
+
+
+def test_threads_share_what_was_opened_and_planned(driver: FakeDriver, tmp_path: Path) -> None:
+    own = FakeDriver(tmp_path, driver.built)
+    own.make()
+    include = (f"-I{driver.folder / 'export' / 'include'}", f"-L{tmp_path}", "-l:libcuda.so.1")
+    flags = ("-std=c++17", "-O1", "-g", "-fsanitize=thread", *STRICT)
+    source = HOSTS / "host_threads.cpp"
+    program = build("g++", flags, [source], tmp_path / "host_threads", include)
+    done = own.run([program, driver.folder / "export"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    launches = own.launches()
+    assert len(launches) == 6 * 50 * 3
+    assert len({launch[0] for launch in launches}) == 3
+    by_bytes = Counter((kernel, args) for kernel, _, args in launches)
+    # Of each thread its own arguments, whole, as often as it enqueued them.
+    assert sorted(by_bytes.values()) == [50] * 18
+
+
+def test_rows_that_cannot_be_counted_are_refused(driver: FakeDriver) -> None:
+    batch = {**BATCH, "tokens": 2**28, "top_k": 4, "experts": 8}
+    sizes = [0, 0, 1, 0, 200_000, 0, 1, 4096, 0, 4096]
+    line = " ".join(map(str, ["activation", *batch.values(), *LISTS, *sizes]))
+    done = driver.run([host(driver, "host_calls"), driver.folder / "export"], line)
+    text = "1073741824 rows of 200000 columns are more than the kernels count"
+    assert done.stdout == f"{BAD_ARGUMENT} 0 {text}\n"

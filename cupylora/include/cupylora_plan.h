@@ -924,6 +924,11 @@ static cupylora_status cupylora_i_plan_rows(cupylora_i_build* w, const char* nam
   for (way = 0; rows > 0 && way < 2; ++way) {
     const cupylora_i_items items =
         cupylora_i_row_items(rows, width, w->op->itemsize, way == 0 ? ahead : 1);
+    if (items.count > UINT32_MAX) {
+      return cupylora_i_fail(w->error, CUPYLORA_BAD_ARGUMENT, 0,
+                             "%d rows of %d columns are more than the kernels count", (int)rows,
+                             (int)width);
+    }
     CUPYLORA_I_SET(w, blocks, items.blocks);
     CUPYLORA_I_SET(w, num_items, items.count);
     CUPYLORA_I_SET(w, per_warp, items.per_warp);
