@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from cupylora.dtypes import DTYPES
 from cupylora.export.declarations import Declared
 from cupylora.export.manifest import function_of
 from cupylora.export.rules import FUNCTIONS, RULES, SYMBOLS
+from cupylora.ops import _device
 from cupylora.ops._lora_choice import k_ranges
 from cupylora.worklists import SLOT_ENTRY_BYTES
 
@@ -59,6 +61,9 @@ class Launches:
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
         self.seen: set[str] = set()
+        self.scratch = 0
+        """Bytes of workspace that the op asked for last."""
+        self.measured: set[str] = set()
 
     def enqueue(
         self,
@@ -91,6 +96,10 @@ class Launches:
         got = [evaluate(e, names) for e in (rule.grid, rule.grid_y, rule.shared, rule.cluster)]
         assert got == [*whole, smem, names["cluster"]], (function, got, grid, smem, names)
         assert (names["block"], rule.dependent) == (threads, dependent), function
+        if rule.workspace and self.scratch:
+            sizes = [evaluate(e, names) for e in rule.workspace.values()]
+            assert sum(sizes) == self.scratch, (function, sizes, self.scratch)
+            self.measured.add(function)
         if rule.max_rank and "max_rank" in names:
             assert names["max_rank"] <= evaluate(rule.max_rank, names)
         self.seen.add(function)
@@ -116,6 +125,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         shared_limit=lambda: 227 * 1024,
         shared_memory=lambda: (227 * 1024, 228 * 1024),
     )
+
+    def scratch(given: Any, size: int, needed_by: str) -> Any:
+        made.scratch = size
+        return _device.workspace(given, size, needed_by)
+
+    for name in ("_lora_pair", "plan", "route", "build_segments"):
+        monkeypatch.setattr(sys.modules[f"cupylora.ops.{name}"], "scratch", scratch)
     return made
 
 
@@ -136,7 +152,12 @@ def test_rules_of_the_operations_that_c_has(launches: Launches) -> None:
             }
             if kind == "delta" and line[26] != 0:
                 continue  # a kernel that was asked for and may not be able to
+            launches.scratch = 0
             call()
+    assert launches.measured == {
+        *("plan_count", "digit_histogram", "digit_scatter", "segment_counts"),
+        *("lora_shrink", "lora_shrink_stream", "lora_shrink_f32"),
+    }
     assert launches.seen >= {
         *("plan_rank", "plan_table", "plan_count", "plan_place", "segment_counts", "segment_fill"),
         *("route_rank", "digit_histogram", "digit_scan", "digit_scatter", "activation"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from host_util import STRICT, build, compiler, hollow, write_hollow
+from host_util import HOSTS, ROOT, STRICT, build, compiler, hollow, write_hollow
 
 from cupylora.compiler.arch import ARCHITECTURES
 from cupylora.export.manifest import ABI
@@ -100,6 +101,27 @@ def test_headers_of_different_exports_do_not_compile(tmp_path: Path) -> None:
     table.write_text(text.replace("TABLE_ABI 1", "TABLE_ABI 2"))
     said = compile_only("gcc", ("-std=c99", include), IMPLEMENTATION, tmp_path)
     assert "are of different exports" in said
+
+
+def toolkit() -> Path:
+    """The folder of the CUDA toolkit's cuda.h; skips the test where there is none."""
+    roots = sorted(Path("/usr/local").glob("cuda*"))
+    for root in (Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")), *roots):
+        if (root / "include" / "cuda.h").is_file():
+            return root / "include"
+    pytest.skip("there is no CUDA toolkit with a cuda.h")
+
+
+def test_what_is_declared_of_the_driver_is_what_cuda_h_has(tmp_path: Path) -> None:
+    flags = ("-std=c++17", f"-isystem{toolkit()}", include_of(tmp_path))
+    assert compile_only("g++", flags, (HOSTS / "driver_types.cpp").read_text(), tmp_path) == ""
+
+
+@pytest.mark.parametrize("program", ["mixed_moe", "enqueue_cost"])
+def test_the_hosts_compile_with_the_toolkit(program: str, tmp_path: Path) -> None:
+    cpp = ROOT / "tools" / "hosts" / "cpp"
+    flags = ("-std=c++17", f"-isystem{toolkit()}", f"-I{cpp}", include_of(tmp_path))
+    assert compile_only("g++", flags, (cpp / f"{program}.cpp").read_text(), tmp_path) == ""
 
 
 def test_abi_and_sizes() -> None:

@@ -157,6 +157,7 @@ cupylora_status cupylora_lists_bytes(const cupylora_batch* batch, uint64_t* byte
 cupylora_status cupylora_lists_at(const cupylora_batch* batch, uint64_t address,
                                   cupylora_lists* lists, cupylora_error* error);
 
+/* An op is for one number of tokens. All that work on a batch are planned with the same `batch`. */
 cupylora_status cupylora_plan_lists(const cupylora* opened, const cupylora_batch* batch,
                                     cupylora_op* op, cupylora_error* error);
 cupylora_status cupylora_plan_delta(const cupylora* opened, const cupylora_batch* batch,
