@@ -326,3 +326,20 @@ def test_a_folder_that_is_no_export_is_refused(tmp_path: Path) -> None:
             (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ExportError, match=r"manifest\.json|has cupylora None"):
             ExportedKernels(tmp_path)
+
+
+@pytest.mark.nvrtc
+def test_doctor_says_where_kernels_come_from(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    for folder_, words in (
+        ("", "none, kernels are compiled here (CUPYLORA_EXPORT_DIR)"),
+        (str(written), f"{written} (CUPYLORA_EXPORT_DIR)"),
+        (str(written / "include"), "cannot be used: "),
+    ):
+        monkeypatch.setenv("CUPYLORA_EXPORT_DIR", folder_)
+        done = CliRunner().invoke(main, ["doctor"])
+        assert done.exit_code == 0
+        [line] = [line for line in done.output.splitlines() if line.startswith("exported kernels")]
+        assert words in line

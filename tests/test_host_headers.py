@@ -66,6 +66,20 @@ def test_warnings_that_few_ask_for(tmp_path: Path) -> None:
     assert compile_only("gcc", flags, IMPLEMENTATION, tmp_path) == ""
 
 
+@pytest.mark.parametrize("name", ["ARGS", "PARAMS", "POINTERS"])
+def test_a_kernel_of_more_arguments_than_there_is_room_for_is_seen(
+    name: str, tmp_path: Path
+) -> None:
+    include = include_of(tmp_path)
+    table = Path(include.removeprefix("-I")) / "cupylora_table.h"
+    define = f"#define CUPYLORA_MOST_{name} "
+    more, count = re.subn(rf"{define}\d+", f"{define}321", table.read_text())
+    assert count == 1
+    table.write_text(more)
+    said = compile_only("gcc", ("-std=c99", include), IMPLEMENTATION, tmp_path)
+    assert "more arguments than cupylora_launch has room for" in said
+
+
 def test_a_warning_would_be_seen(tmp_path: Path) -> None:
     text = IMPLEMENTATION + "static int unused;\n"
     assert "unused" in compile_only("gcc", ("-std=c99", include_of(tmp_path)), text, tmp_path)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cupylora import __version__
 from cupylora.compiler.programs import PROGRAMS
-from cupylora.export.choice import Value, choice
+from cupylora.export.choice import choice
 from cupylora.export.declarations import Declared
 from cupylora.export.manifest import ABI, Built, Described, function_of
 from cupylora.export.rules import RULES
@@ -67,16 +67,22 @@ def _numbers() -> Iterator[str]:
             yield f"#define CUPYLORA_{key} {_number(value)}"
 
 
-def _number(value: Value) -> str:
+def _number(value: int | float) -> str:
     if isinstance(value, float):
         return repr(value)
-    return str(value) if abs(int(value)) < 2**31 else f"INT64_C({value})"  # type: ignore[arg-type]
+    return str(value) if abs(value) < 2**31 else f"INT64_C({value})"
 
 
 def _functions(functions: Sequence[str], described: Described) -> Iterator[str]:
     """For each function the places of its arguments by name, with structs taken apart as far as
     cupylora.h sets their fields, and the offsets of its parameters."""
     fields = {f: list(_leaves(described.functions[f], described)) for f in functions}
+    every = [described.functions[f] for f in functions]
+    pointers = (sum(item.kind == "pointer" for item in items) for items in fields.values())
+    yield f"#define CUPYLORA_MOST_ARGS {max(p[-1].offset + p[-1].size for p in every)}"
+    yield f"#define CUPYLORA_MOST_PARAMS {max(map(len, every))}"
+    yield f"#define CUPYLORA_MOST_POINTERS {max(pointers)}"
+    yield ""
     keys = sorted({item.name for items in fields.values() for item in items})
     yield "enum {"
     yield from (f"  CUPYLORA_K_{key}," for key in keys)

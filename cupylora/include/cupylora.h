@@ -134,7 +134,7 @@ typedef struct cupylora_launch {
   uint32_t params, patches, attributes, grid, block, shared;
   cupylora_attribute attribute[2];
   cupylora_patch patch[20];
-  uint64_t args[40];
+  uint64_t args[40]; /* room that the table is checked against, as that of patch and params */
 } cupylora_launch;
 typedef struct cupylora cupylora;
 typedef struct cupylora_op {
@@ -232,6 +232,9 @@ cupylora_status cupylora_table_entry(const cupylora_pack* pack, int32_t adapter,
 #include "cupylora_table.h"
 #if CUPYLORA_TABLE_ABI != CUPYLORA_ABI
 #error "cupylora.h and cupylora_table.h are of different exports"
+#endif
+#if CUPYLORA_MOST_ARGS > 320 || CUPYLORA_MOST_PARAMS > 24 || CUPYLORA_MOST_POINTERS > 17
+#error "a kernel has more arguments than cupylora_launch has room for"
 #endif
 
 #ifdef __cplusplus
