@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 import sys
@@ -21,7 +22,7 @@ from cupylora.cli import main
 from cupylora.compiler import cache, exported, loader
 from cupylora.compiler.exported import ExportedKernels, current_export, use_export
 from cupylora.compiler.programs import PROGRAMS, find_program
-from cupylora.errors import CupyloraError, ExportError
+from cupylora.errors import CompileError, CupyloraError, ExportError
 from cupylora.export import choice, folder, manifest, meanings
 from cupylora.export.cubin import parameter_places
 from cupylora.export.declarations import Declarations
@@ -215,6 +216,18 @@ def test_an_interrupted_export_leaves_what_was_there(
         "fill"
     ]
     assert not list(mine.parent.glob(".*"))
+
+
+def die(name: str, arch: str) -> None:
+    os._exit(1)
+
+
+@pytest.mark.nvrtc
+def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_compile", die)
+    with pytest.raises(CompileError, match="use fewer --workers"):
+        folder.export_kernels(["sm_90a"], tmp_path / "out", workers=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nvrtc

@@ -13,10 +13,12 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from cupylora.compiler.cache import default_cache
 from cupylora.compiler.exported import MANIFEST
 from cupylora.compiler.nvrtc import compiler_version
 from cupylora.compiler.programs import PROGRAMS, find_program
-from cupylora.errors import ExportError
+from cupylora.errors import CompileError, ExportError
 from cupylora.export.manifest import Built, describe, make_manifest, schema
 from cupylora.export.table import c_table
 from cupylora.files import is_there, named, reason
@@ -87,9 +89,21 @@ def _build(arch: str, workers: int) -> list[Built]:
     # What takes longest is begun first, so that no worker is left with it at the end.
     order = sorted(programs, key=lambda p: (not p.matrix, -len(p.kernels)))
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(order)), mp_context=spawn) as pool:
+    pool = ProcessPoolExecutor(min(workers, len(order)), spawn, _end_when_interrupted)
+    try:
         done = {p.name: pool.submit(_compile, p.name, arch) for p in order}
         return [done[p.name].result() for p in programs]
+    except BrokenProcessPool as error:
+        raise CompileError(
+            "a process that compiled kernels died, as a rule for lack of memory; use fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_when_interrupted() -> None:
+    """In a worker: Ctrl-C ends it at once, though it is within the compiler."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _compile(name: str, arch: str) -> Built:
