@@ -3,10 +3,12 @@ the stand-in for the driver that they run on (hosts/fake_libcuda.cpp)."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +54,16 @@ def build(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
+
+
+@functools.cache
+def fake_libcuda() -> Path:
+    """The stand-in for the driver, built once."""
+    folder = Path(tempfile.mkdtemp(prefix="cupylora-hosts-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")
+    sources = [HOSTS / "fake_libcuda.cpp"]
+    return build("g++", (*flags, *STRICT), sources, folder / "libcuda.so.1")
 
 
 @functools.cache
@@ -103,11 +115,10 @@ class FakeDriver:
         return self.folder / "launches.txt"
 
     def make(self) -> None:
-        """Build it, if that was not done."""
+        """Put its library into the folder, if that was not done."""
         library = self.folder / "libcuda.so.1"
         if not library.exists():
-            flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")
-            build("g++", (*flags, *STRICT), [HOSTS / "fake_libcuda.cpp"], library)
+            shutil.copyfile(fake_libcuda(), library)
 
     def run(
         self, command: Sequence[str | Path], text: str = ""

@@ -30,7 +30,7 @@ from cupylora.worklists import (
     tile_capacity,
 )
 
-CALLS = 600
+CALLS = 400
 """Of each operation on each device."""
 
 Launch = tuple[str, list[int], bytes]
@@ -275,6 +275,19 @@ def launched(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Iterator[li
         cached.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """An export's folder and a host built with it, by architecture."""
+    made = {}
+    for arch in ("sm_90a", "sm_120"):
+        folder = tmp_path_factory.mktemp(arch)
+        export = write_hollow(folder / "export", hollow(arch))
+        flags = ("-std=c99", "-O1", *STRICT, f"-I{export / 'include'}")
+        host = build("gcc", flags, [HOSTS / "host_calls.c"], folder / "host_calls")
+        made[arch] = (export, host)
+    return made
+
+
 @pytest.fixture(params=DEVICES)
 def driver(request: pytest.FixtureRequest, tmp_path: Path) -> FakeDriver:
     options: dict[str, Any] = dict(DEVICES[request.param])
@@ -284,11 +297,12 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> FakeDriver:
 
 @pytest.mark.parametrize("operation", ["lists", "delta", "activation", "finalize"])
 def test_c_launches_what_python_launches(
-    operation: str, driver: FakeDriver, launched: list[Launch], tmp_path: Path
+    operation: str,
+    driver: FakeDriver,
+    launched: list[Launch],
+    programs: dict[str, tuple[Path, Path]],
 ) -> None:
-    export = write_hollow(tmp_path / "export", driver.built)
-    flags = ("-std=c99", "-O1", *STRICT, f"-I{export / 'include'}")
-    host = build("gcc", flags, [HOSTS / "host_calls.c"], tmp_path / "host_calls")
+    export, host = programs[driver.built[0].arch]
     draw = Draw(11)
     lines, expected = [], []
     for _ in range(CALLS):

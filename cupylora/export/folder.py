@@ -95,7 +95,8 @@ def _build(arch: str, workers: int) -> list[Built]:
         return [done[p.name].result() for p in programs]
     except BrokenProcessPool as error:
         raise CompileError(
-            "a process that compiled kernels died, as a rule for lack of memory; use fewer --workers"
+            "a process that compiled kernels died, for lack of memory as a rule; use fewer "
+            "--workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
