@@ -58,6 +58,8 @@ NULLS = {
     "plan-empty-finalize": (BAD_ARGUMENT, "finalize->hidden is 0"),
     "unplanned-lists": (BAD_ARGUMENT, "op is not planned"),
     "unplanned-delta": (BAD_ARGUMENT, "op is not planned"),
+    "plan-wide-delta": (BAD_ARGUMENT, "slice 0 ends behind the 8 columns of y"),
+    "failed-plan": (BAD_ARGUMENT, "op is not planned"),
     "null-op": (BAD_ARGUMENT, "op is not planned"),
     "plan": (0, ""),
     "other-op": (BAD_ARGUMENT, "or for another operation"),

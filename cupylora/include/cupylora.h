@@ -233,7 +233,8 @@ cupylora_status cupylora_table_entry(const cupylora_pack* pack, int32_t adapter,
 #if CUPYLORA_TABLE_ABI != CUPYLORA_ABI
 #error "cupylora.h and cupylora_table.h are of different exports"
 #endif
-#if CUPYLORA_MOST_ARGS > 320 || CUPYLORA_MOST_PARAMS > 24 || CUPYLORA_MOST_POINTERS > 17
+#if CUPYLORA_MOST_ARGS > 320 || CUPYLORA_MOST_PARAMS > 24 || CUPYLORA_MOST_POINTERS > 17 || \
+    CUPYLORA_MAX_SLICES != 8
 #error "a kernel has more arguments than cupylora_launch has room for"
 #endif
 

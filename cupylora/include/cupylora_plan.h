@@ -464,6 +464,7 @@ typedef struct cupylora_i_build {
   uint8_t given[CUPYLORA_KEYS]; /* what enqueue adds to the value */
   int32_t slices[34];           /* SliceColumns of lora/slot_entry.cuh */
   int kernel;                   /* that cupylora_i_find found */
+  int kind;                     /* of the op, once it is planned */
 } cupylora_i_build;
 
 #define CUPYLORA_I_SET(w, key, number) \
@@ -486,8 +487,8 @@ static cupylora_status cupylora_i_begin(cupylora_i_build* w, const cupylora* c,
   CUPYLORA_I_TRY(cupylora_i_check_batch(batch, error));
   CUPYLORA_I_RANGE(dtype, 0, 2);
   memset(w, 0, sizeof *w);
-  w->c = c, w->b = batch, w->op = op, w->error = error;
-  op->owner = c, op->kind = kind, op->itemsize = dtype == CUPYLORA_FLOAT32 ? 4 : 2;
+  w->c = c, w->b = batch, w->op = op, w->error = error, w->kind = kind;
+  op->owner = c, op->itemsize = dtype == CUPYLORA_FLOAT32 ? 4 : 2;
   for (i = 0; i < 9; ++i) w->given[lists[i]] = (uint8_t)(CUPYLORA_I_LISTS + i);
   CUPYLORA_I_GIVE(w, global_offsets, CUPYLORA_I_LISTS + 2, 0);
   CUPYLORA_I_GIVE(w, status, CUPYLORA_I_STATUS, 0);
@@ -504,6 +505,12 @@ static cupylora_status cupylora_i_begin(cupylora_i_build* w, const cupylora* c,
   CUPYLORA_I_SET(w, start_expert, batch->start_expert);
   CUPYLORA_I_SET(w, max_loras, batch->max_loras);
   return cupylora_i_ok(error);
+}
+
+/* Only an op whose planning came to its end can be enqueued. */
+static cupylora_status cupylora_i_done(cupylora_i_build* w) {
+  w->op->kind = w->kind;
+  return cupylora_i_ok(w->error);
 }
 
 static cupylora_status cupylora_i_find(cupylora_i_build* w, const char* program, int dtype,
@@ -623,7 +630,7 @@ static cupylora_status cupylora_i_plan_segments(cupylora_i_build* w, int64_t row
   CUPYLORA_I_TRY(cupylora_i_find(w, "segments", -1, "segment_fill"));
   cupylora_i_add(w, blocks, CUPYLORA_SEGMENT_THREADS, 0, 0, 0);
   if (w->op->workspace_bytes < bytes) w->op->workspace_bytes = bytes;
-  return cupylora_i_ok(w->error);
+  return cupylora_i_done(w);
 }
 
 cupylora_status cupylora_plan_lists(const cupylora* opened, const cupylora_batch* batch,
@@ -668,7 +675,7 @@ cupylora_status cupylora_plan_lists(const cupylora* opened, const cupylora_batch
     CUPYLORA_I_TRY(cupylora_i_find(w, "plan_large", -1, "place"));
     cupylora_i_add(w, plan.place_grid, plan.threads, plan.place_shared, 0, 1);
   }
-  return cupylora_i_ok(error);
+  return cupylora_i_done(w);
 }
 
 /* Column blocks of all slices; sets the slices as the kernels take them. */
@@ -779,7 +786,7 @@ static cupylora_status cupylora_i_plan_fused(cupylora_i_build* w, const cupylora
   CUPYLORA_I_SET(w, chain_floats, cupylora_i_chain_floats(work));
   CUPYLORA_I_SET(w, sum_ranks, tiles * CUPYLORA_RANK_TILE);
   cupylora_i_add(w, shape.clusters * shape.cluster, threads, shared, shape.cluster, 1);
-  return cupylora_i_ok(w->error);
+  return cupylora_i_done(w);
 }
 
 static cupylora_status cupylora_i_plan_float32(cupylora_i_build* w, const cupylora_delta* d,
@@ -796,7 +803,7 @@ static cupylora_status cupylora_i_plan_float32(cupylora_i_build* w, const cupylo
   CUPYLORA_I_TRY(cupylora_i_resident(w, CUPYLORA_PAIR_THREADS, 0, &blocks));
   cupylora_i_add(w, cupylora_i_min(work->tile_capacity * columns * parts, blocks),
                  CUPYLORA_PAIR_THREADS, 0, 0, 0);
-  return cupylora_i_ok(w->error);
+  return cupylora_i_done(w);
 }
 
 static cupylora_status cupylora_i_plan_half(cupylora_i_build* w, int64_t items, int64_t threads,
@@ -854,7 +861,7 @@ static cupylora_status cupylora_i_plan_pair(cupylora_i_build* w, const cupylora_
     CUPYLORA_I_TRY(cupylora_i_plan_half(w, cupylora_i_ceil(items, CUPYLORA_PAIR_WARPS),
                                         CUPYLORA_PAIR_THREADS, 0));
   }
-  return cupylora_i_ok(w->error);
+  return cupylora_i_done(w);
 }
 
 static cupylora_i_work cupylora_i_work_of(const cupylora_batch* b, const cupylora_delta* d) {
@@ -892,7 +899,7 @@ cupylora_status cupylora_plan_delta(const cupylora* opened, const cupylora_batch
       "CUPYLORA_AUTO",
       cupylora_i_dtypes[dtype], (int)work.tile_rows, delta->max_rank, opened->arch);
   op->fused = choice != CUPYLORA_PAIR;
-  if (work.rows == 0) return cupylora_i_ok(error);
+  if (work.rows == 0) return cupylora_i_done(w);
   h = cupylora_i_hidden_of(&work, float32);
   CUPYLORA_I_GIVE(w, x_vector, CUPYLORA_I_X_FLAG, 0);
   CUPYLORA_I_GIVE(w, y_vector, CUPYLORA_I_Y_FLAG, 0);
@@ -936,7 +943,7 @@ static cupylora_status cupylora_i_plan_rows(cupylora_i_build* w, const char* nam
                                    w->op->with_bias ? "bias" : "bare", cupylora_i_dtypes[dtype]));
     cupylora_i_add(w, items.grid, items.threads, 0, 0, 1);
   }
-  return cupylora_i_ok(w->error);
+  return cupylora_i_done(w);
 }
 
 cupylora_status cupylora_plan_activation(const cupylora* opened, const cupylora_batch* batch,

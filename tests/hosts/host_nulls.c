@@ -63,6 +63,10 @@ int main(int count, char** words) {
   SHOW("unplanned-lists", cupylora_enqueue_lists(&other, NULL, 256, 256, &lists, 0, 0, 0, &error));
   SHOW("unplanned-delta",
        cupylora_enqueue_delta(&other, NULL, 256, 256, &lists, 256, 0, 0, 0, &error));
+  delta.in_features = 64, delta.max_rank = 16, delta.y_width = 8, delta.y_rows = CUPYLORA_BY_PAIR;
+  delta.num_slices = 1, delta.slices[0].out_features = 9, delta.slices[0].y_stride = 1;
+  SHOW("plan-wide-delta", cupylora_plan_delta(c, &batch, &delta, &op, &error));
+  SHOW("failed-plan", cupylora_enqueue_delta(&op, NULL, 256, 256, &lists, 256, 0, 0, 0, &error));
   SHOW("null-op", cupylora_enqueue_lists(NULL, NULL, 256, 256, &lists, 0, 0, 0, &error));
   SHOW("plan", cupylora_plan_lists(c, &batch, &op, &error));
   SHOW("other-op", cupylora_enqueue_delta(&op, NULL, 256, 256, &lists, 256, 0, 0, 0, &error));
