@@ -87,12 +87,18 @@ class Draw:
 
     def batch(self) -> types.SimpleNamespace:
         experts = self.pick.choice([1, 1, 4, 8, 64, 128, 256, 2048])
+        tokens = self.size((0, 4), (1, 64), (16, 260), (1, 600), (500, 5000), (5000, 90_000))
+        top_k = 1 if experts == 1 else self.pick.choice([1, 2, 4, 8])
+        loras = self.pick.choice([1, 4, 16, 64, 400, 4096])
+        if self.pick.random() < 0.3:  # where two ways to make the lists are about as quick
+            tokens = self.pick.randint(129, 256) // top_k
+            loras = max(1, self.pick.randint(100, 3000) // experts - 1)
         return types.SimpleNamespace(
-            tokens=self.size((0, 4), (1, 64), (1, 600), (500, 5000), (5000, 90_000)),
-            top_k=1 if experts == 1 else self.pick.choice([1, 2, 4, 8]),
+            tokens=tokens,
+            top_k=top_k,
             experts=experts,
             start_expert=self.pick.choice([0, 0, 7]),
-            max_loras=self.pick.choice([1, 4, 16, 64, 400, 4096]),
+            max_loras=loras,
             max_active=self.pick.choice([0, 0, 1, 3, 16]),
             max_rank=self.pick.choice([1, 4, 8, 16, 17, 32, 33, 48, 64, 65, 100, 256, 512]),
             tile_rows=self.pick.choice([0, 0, 8, 16, 32, 64]),
@@ -150,8 +156,8 @@ class Draw:
         for _ in range(self.pick.choice([1, 1, 2, 3, 8])):
             width = self.size((1, 200), (64, 4096), (64, 30_000)) // step * step or step
             made.append(LoraSlice(width, at))
-            at += width + self.pick.choice([0, 0, 8, 3])
-        return made, at
+            at += width + self.pick.choice([0, 0, 8, 3, -width % 8])
+        return made, at + self.pick.choice([0, 0, 5, -at % 8])
 
     def delta(self) -> tuple[list[Any], Callable[[], object]]:
         b, routing, segments, numbers = self.routed()
