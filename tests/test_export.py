@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from host_util import described, hollow
+from host_util import HOSTS, STRICT, FakeDriver, build, described, hollow
 from schema_util import faults
 
 from cupylora.cli import main
@@ -243,6 +243,28 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["export", "--arch", "sm_70", "--out", str(tmp_path / "x")])
     assert done.exit_code == 2
     assert "use sm_80, sm_90a, sm_100, sm_120" in done.output
+
+
+# --- Into C
+
+
+@pytest.mark.nvrtc
+def test_c_opens_what_was_exported(written: Path, tmp_path: Path) -> None:
+    """Real cubins and mangled names; what they launch is for the tests of hosts."""
+    opened = ExportedKernels(written)
+    built = []
+    for program in map(find_program, SOME):
+        entry = opened.get(program, "sm_90a")
+        built.append(manifest.Built(program, "sm_90a", entry.path.read_bytes(), entry.lowered))
+    driver = FakeDriver(tmp_path, built)
+    flags = ("-std=c99", *STRICT, f"-I{written / 'include'}")
+    host = build("gcc", flags, [HOSTS / "host_calls.c"], tmp_path / "host_calls")
+    lists = [256 * i for i in range(1, 10)]
+    numbers = [4, 2, 8, 0, 4, 0, 16, 0, 0, *lists, 256, 256, 256, 256, 256]
+    done = driver.run([host, written], "lists " + " ".join(map(str, numbers)))
+    assert (done.returncode, done.stdout) == (0, "0 0 \n"), done.stderr
+    [(kernel, shape, _)] = driver.launches()
+    assert (kernel, shape) == ("plan/rank_8", [1, 256, 0, 1, 1])
 
 
 # --- Back into Python
