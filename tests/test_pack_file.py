@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import random
 import struct
@@ -169,6 +170,62 @@ def test_damaged_packs_are_refused_by_both(pack: Path, reader: Path, tmp_path: P
 
 
 # --- Refusals
+
+
+def rewritten(pack: Path, change: Any) -> bytes:
+    """The pack with its records changed, and a digest that agrees."""
+    data = bytearray(pack.read_bytes())
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    begin, end = header["entries"]["data_offsets"]
+    start = 8 + length
+    count = (end - begin) // 48
+    records = np.frombuffer(bytes(data[start + begin :][: count * 48]), SLOT_ENTRY).copy()
+    change(records[: len(MODEL.modules) * MODEL.layers])
+    data[start + begin : start + begin + count * 48] = records.tobytes()
+    old = header["__metadata__"]["sha256"].encode()
+    new = hashlib.sha256(data[start + begin :]).hexdigest().encode()
+    data[8:start] = data[8:start].replace(old, new)
+    return bytes(data)
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": lambda r: None,
+    "a larger rank": lambda r: r["rank"].__setitem__(0, 64),
+    "a negative rank": lambda r: r["rank"].__setitem__(0, -8),
+    "an address between blocks": lambda r: r["a_ptr"].__setitem__(0, 256 * 3 + 16),
+    "an address behind all": lambda r: r["b_ptr"].__setitem__(0, 1 << 40),
+    "a stride of its own": lambda r: r["a_expert_stride"].__setitem__(4, 16),
+    "another block": lambda r: r["a_ptr"].__setitem__(4, r["a_ptr"][0]),
+    "a scale that is none": lambda r: r["scale"].__setitem__(0, np.nan),
+    "another layout": lambda r: r["a_layout"].__setitem__(0, 0),
+}
+
+
+@pytest.mark.parametrize("pack", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("name", CHANGES)
+def test_records_that_would_lead_a_kernel_astray_are_refused(
+    name: str, pack: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "changed").write_bytes(rewritten(pack, CHANGES[name]))
+    if name == "nothing":
+        assert len(read_pack(tmp_path / "changed", MODEL).adapters) == 4
+        return
+    with pytest.raises(AdapterFormatError, match="an entry"):
+        read_pack(tmp_path / "changed", MODEL)
+
+
+@pytest.mark.parametrize("value", ["[]", "{", '{"dtype": 3}', "[" * 100_000])
+def test_metadata_of_another_form_are_refused(value: str, pack: Path, tmp_path: Path) -> None:
+    data = pack.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"]["content"] = value
+    text = json.dumps(header).encode()
+    whole = len(text).to_bytes(8, "little") + text + data[8 + length :]
+    (tmp_path / "changed").write_bytes(whole)
+    with pytest.raises(AdapterFormatError, match="is no pack that can be read"):
+        read_pack(tmp_path / "changed")
 
 
 def test_content_that_is_not_its_digests_is_refused(pack: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def read_pack(path: str | Path, model: ModelShape | None = None) -> Pack:
     try:
         with open_regular(where) as file:
             pack = _read(where, file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
         why = reason(error) if isinstance(error, OSError | ValueError) else f"lacks {error}"
         raise AdapterFormatError(
             f"{named(where)} is no pack that can be read ({why}); make it again with `cupylora "
@@ -242,14 +242,18 @@ def _describe(pack: Pack, digest: str) -> dict[str, str]:
         {"name": a.name, "max_rank": a.max_rank, "blocks": len(a.sizes), "source": a.source}
         for a in pack.layouts
     ]
-    model = {"name": pack.model, "layers": pack.layers, "modules": pack.modules}
+    content = {
+        "dtype": dtype_name(pack.dtype),
+        "model": pack.model,
+        "layers": pack.layers,
+        "modules": pack.modules,
+        "adapters": adapters,
+    }
     return {
         "format": _FORMAT,
         "version": str(_VERSION),
         "cupylora": __version__,
-        "dtype": dtype_name(pack.dtype),
-        "model": json.dumps(model),
-        "adapters": json.dumps(adapters),
+        "content": json.dumps(content),
         "sha256": digest,
     }
 
@@ -337,11 +341,10 @@ def _parts(header: Mapping[str, Any], data: Bytes) -> dict[str, Bytes]:
 
 
 def _assembled(path: Path, metadata: Mapping[str, Any], parts: Mapping[str, Bytes]) -> Pack:
-    model = parse_json(metadata["model"].encode())
-    dtype = resolve_dtype(metadata["dtype"])
-    described = json.loads(metadata["adapters"])
-    modules = tuple((str(n), int(i), int(o), int(e)) for n, i, o, e in model["modules"])
-    layers = int(model["layers"])
+    content = parse_json(str(metadata["content"]).encode())
+    dtype, described = resolve_dtype(content["dtype"]), content["adapters"]
+    modules = tuple((str(n), int(i), int(o), int(e)) for n, i, o, e in content["modules"])
+    layers = int(content["layers"])
     rows = layers * len(modules)
     size = len(described) * rows * SLOT_ENTRY_BYTES
     if not described or not rows or size > len(parts["entries"]):
@@ -353,13 +356,16 @@ def _assembled(path: Path, metadata: Mapping[str, Any], parts: Mapping[str, Byte
     for index, entry in enumerate(described):
         own = sizes[first : first + int(entry["blocks"])].tolist()
         end = begin + sum(own)
-        if len(own) != entry["blocks"] or min(own, default=1) < 1 or end > len(parts["blocks"]):
+        whole = all(size > 0 and size % BLOCK_ALIGNMENT == 0 for size in own)
+        if len(own) != entry["blocks"] or not whole or end > len(parts["blocks"]):
             raise ValueError(f"the blocks of adapter {index} do not lie within it")
+        numbered = _numbered(records[index * rows : (index + 1) * rows], own, begin)
+        _check_records(numbered, modules, own, int(entry["max_rank"]), dtype)
         layouts.append(
             AdapterLayout(
                 str(entry["name"]),
                 tuple(own),
-                _numbered(records[index * rows : (index + 1) * rows], own, begin),
+                numbered,
                 int(entry["max_rank"]),
                 dtype,
                 PACKED,
@@ -369,7 +375,7 @@ def _assembled(path: Path, metadata: Mapping[str, Any], parts: Mapping[str, Byte
         first, begin = first + len(own), end
     if begin != len(parts["blocks"]):
         raise ValueError("it has blocks of no adapter")
-    name = str(model["name"])
+    name = str(content["model"])
     return Pack(path, name, layers, modules, dtype, tuple(layouts), parts["blocks"])
 
 
@@ -388,3 +394,28 @@ def _numbered(
             raise ValueError("an entry points at no block")
         made[pointer][used] = numbers
     return made
+
+
+def _check_records(
+    records: npt.NDArray[np.void],
+    modules: Sequence[tuple[str, int, int, int]],
+    sizes: Sequence[int],
+    max_rank: int,
+    dtype: np.dtype[Any],
+) -> None:
+    """Raise ValueError unless every factor fits its block, so that no kernel reads beyond it."""
+    used = records["rank"] != 0
+    rank = records["rank"][used].astype(np.int64)
+    if rank.size and not (rank.min() >= 1 and rank.max() == max_rank <= MAX_RANK):
+        raise ValueError("an entry's rank is out of range")
+    shapes = np.array(modules, object)[np.flatnonzero(used) % len(modules)]
+    room = np.array(sizes, np.int64)
+    for side, width in (("a", shapes[:, 1]), ("b", shapes[:, 2])):
+        stride = records[f"{side}_expert_stride"][used]
+        need = rank * width.astype(np.int64) * dtype.itemsize
+        experts = np.where(stride == 0, 1, shapes[:, 3].astype(np.int64))
+        blocks = room[records[f"{side}_ptr"][used].astype(np.intp)]
+        if ((stride != 0) & (stride != need)).any() or (need * experts > blocks).any():
+            raise ValueError("an entry's factor is larger than its block")
+    if not np.isfinite(records["scale"]).all() or (records["a_layout"][used] != PACKED).any():
+        raise ValueError("an entry's scale or layout is none that is packed")

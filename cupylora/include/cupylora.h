@@ -192,7 +192,8 @@ cupylora_status cupylora_enqueue_finalize(const cupylora_op* op, void* stream, u
                                           uint64_t bias, uint64_t residual, uint64_t out,
                                           cupylora_error* error);
 
-/* A file of `cupylora pack`, wherever it lies in memory (mapped, say), which must stay. */
+/* A file of `cupylora pack`, wherever it lies in memory (mapped, say), which must stay. Its form is
+ * checked here, its content by `cupylora inspect`: open packs of your own making. */
 typedef struct cupylora_pack {
   const unsigned char *entries, *names;
   const unsigned char* blocks; /* copy blocks_bytes to a device address aligned to 256 */
