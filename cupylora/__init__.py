@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from cupylora.errors import CupyloraError
     from cupylora.graphs.buckets import DispatchOptions
     from cupylora.graphs.manager import GraphOptions, Step
+    from cupylora.interop.streams import use_stream
+    from cupylora.interop.view import ArrayView
     from cupylora.layers.dense import DenseLora, dense_needs
     from cupylora.layers.moe import MoeLora, MoeWeights, moe_needs
     from cupylora.layers.plan import BatchPlan
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arena",
+    "ArrayView",
     "BatchPlan",
     "CupyloraError",
     "DenseLora",
@@ -53,6 +56,7 @@ __all__ = [
     "prepare",
     "read_pack",
     "use_export",
+    "use_stream",
     "write_pack",
 ]
 
@@ -69,6 +73,8 @@ _HOMES = {
     "errors": ("CupyloraError",),
     "graphs.buckets": ("DispatchOptions",),
     "graphs.manager": ("GraphOptions", "Step"),
+    "interop.streams": ("use_stream",),
+    "interop.view": ("ArrayView",),
     "layers.dense": ("DenseLora", "dense_needs"),
     "layers.moe": ("MoeLora", "MoeWeights", "moe_needs"),
     "layers.plan": ("BatchPlan",),

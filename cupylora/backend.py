@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.checks import check_array
 from cupylora.device import Backend, require_cuda, resolve_backend
 from cupylora.errors import CapacityError
+from cupylora.interop.convert import borrow
+from cupylora.interop.lifetimes import release_finished
 from cupylora.ops.status import DeviceStatus
 from cupylora.pinned import PinnedBuffers
 from cupylora.worklists import Array
@@ -65,6 +68,19 @@ class ArrayBackend(ABC):
     @abstractmethod
     def asarray(self, host: npt.NDArray[Any]) -> Array:
         """A copy of a host array here, C-contiguous."""
+
+    def view(self, array: Any, name: str = "array", *, writable: bool = False) -> Array:
+        """An array of ``xp`` over the memory of ``array``, which may be another library's.
+
+        For what is given to many calls, such as weights: they then convert nothing, and wait for
+        no one. Work on the current stream is ordered behind what wrote it so far. The view keeps
+        the memory, on a device until work on that stream is over, too; use it on no other, or see
+        to the rest yourself. writable: it will be written. Raises ArgumentError naming ``name`` for
+        what cannot be viewed here.
+        """
+        taken = borrow(name, array, on_device=self.on_device, written=writable)
+        check_array(name, taken, contiguous=False, writable=writable, on_device=self.on_device)
+        return taken
 
     @abstractmethod
     def to_host(self, array: Array) -> npt.NDArray[Any]:
@@ -280,6 +296,7 @@ class CudaBackend(ArrayBackend):
     def synchronize(self) -> None:
         """Wait for the current stream."""
         self.xp.cuda.get_current_stream().synchronize()
+        release_finished()
 
     def mark(self) -> Any:
         """An event on the current stream."""

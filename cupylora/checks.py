@@ -86,12 +86,14 @@ def check_array(
         got_dtype, got_shape, flags = value.dtype, value.shape, value.flags
     except AttributeError:
         raise ArgumentError(
-            f"{name} is a {type(value).__name__}; a NumPy or CuPy array is needed"
+            f"{name} is a {type(value).__name__}; a NumPy or CuPy array is needed, or another "
+            "library's with __dlpack__ or __cuda_array_interface__"
         ) from None
-    if on_device is not None and is_on_device(value) != on_device:
+    # Written out rather than called: checks are most of what a call costs the host.
+    if on_device is not None and hasattr(type(value), "__cuda_array_interface__") != on_device:
         needed, got = ("a device", "host") if on_device else ("a host (NumPy)", "device")
         raise ArgumentError(f"{name} is a {got} array; {needed} array is needed")
-    if dtype is not None:
+    if dtype is not None and got_dtype is not dtype:
         allowed = dtype if isinstance(dtype, tuple) else (dtype,)
         if got_dtype not in allowed:
             needed = " or ".join(str(d) for d in allowed)
@@ -118,6 +120,8 @@ def _words(shape: Shape) -> str:
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """``value`` as an int (bool refused), from ``low`` to ``high`` (None: no upper bound)."""
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return value
     try:
         number = operator.index(value)
     except TypeError:

@@ -41,6 +41,8 @@ from cupylora.graphs.buffers import Pad, StepBuffers
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
 from cupylora.graphs.fence import CudaFence, DirectFence, StepFence
 from cupylora.graphs.manager import CapturedGraph, GraphOptions, StepFunction, StepGraphs
+from cupylora.interop.convert import borrow
+from cupylora.interop.lifetimes import release_finished
 from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted, quoted
 from cupylora.worklists import Array
@@ -75,8 +77,9 @@ class LoraRuntime:
     are mixed (gaps between blocks). host_cache_bytes: host
     memory (pinned, with CUDA) for packed adapters, so that ``load(name)`` needs no file; None: no
     cache. backend: "auto", "cuda",
-    "numpy", or an ArrayBackend. graphs: how steps are served. stream: CuPy's, for all steps; left
-    out: a new non-blocking one, which waits for no other: write buffers inside ``on_stream()``.
+    "numpy", or an ArrayBackend. graphs: how steps are served. stream: for all steps, in any form
+    (see ``use_stream``), kept alive; left out: a new non-blocking one, which waits for no other:
+    write buffers inside ``on_stream()``.
 
     Loads may come from any thread while another steps; two loads wait for one another. Raises
     ArgumentError for options that do not fit, CapacityError where memory lacks, GraphError for the
@@ -526,11 +529,12 @@ class LoraRuntime:
         *,
         layers: int | None = None,
         pad: Pad | None = None,
+        array: Array | None = None,
     ) -> Array:
-        """A buffer that steps read or write, as ``StepBuffers.add``. Raises GraphError once
-        something was captured."""
+        """A buffer that steps read or write, as ``StepBuffers.add``: new, or the host's ``array``.
+        Raises GraphError once something was captured."""
         with self._lock, self.on_stream():
-            return self.buffers.add(name, shape, dtype, layers=layers, pad=pad)
+            return self.buffers.add(name, shape, dtype, layers=layers, pad=pad, array=array)
 
     def set_step(self, function: StepFunction) -> None:
         """What a step does; see ``cupylora.graphs.manager``.
@@ -590,9 +594,9 @@ class LoraRuntime:
         """Enqueue one step over the buffers' first T rows, and return at once.
 
         token_to_slot: int32 [T] in host memory, -1 for no adapter (``slots_of`` has the others'
-        numbers). as_of: ``generations`` as they were when slots were looked up: refuses a step that
-        would find another adapter there. num_reqs, uniform: as in ``BatchKey``. Results are in the
-        buffers when the steps' stream has come that far.
+        numbers); an array of any library. as_of: ``generations`` as they were when slots were
+        looked up: refuses a step that would find another adapter there. num_reqs, uniform: as in
+        ``BatchKey``. Results are in the buffers when the steps' stream has come that far.
 
         Raises ArgumentError for a slot that no adapter serves from, that does not exist or that
         holds another load than ``as_of`` says, and for what device work of an earlier step found
@@ -632,8 +636,7 @@ class LoraRuntime:
 
         Raises ArgumentError as ``step`` does, and for a length below 0.
         """
-        for name, array in (("slots", slots), ("lengths", lengths)):
-            check_array(name, array, dtype=INT32, shape=(None,), on_device=False)
+        slots, lengths = _host_int32("slots", slots), _host_int32("lengths", lengths)
         if len(slots) != len(lengths):
             raise ArgumentError(f"slots has {len(slots)} requests, lengths {len(lengths)}")
         if len(lengths) and int(lengths.min()) < 0:
@@ -666,6 +669,7 @@ class LoraRuntime:
         with self._lock:
             last = self._fence.enqueued
         self._fence.wait(last if step is None else check_int("step", step, 0, last))
+        release_finished()
         self.backend.check_status()
 
     def close(self) -> None:
@@ -691,6 +695,7 @@ class LoraRuntime:
 
     def _require_same(self, used: npt.NDArray[np.bool_], as_of: Generations) -> None:
         shape = (len(used),)
+        as_of = borrow("as_of", as_of, on_device=False)
         check_array("as_of", as_of, dtype=np.dtype(np.int64), shape=shape, on_device=False)
         changed = used & (as_of != self._generations)
         if changed.any():
@@ -759,6 +764,12 @@ def _check_names(what: str, names: Any) -> Sequence[Any]:
             f"{what} is a {type(names).__name__}; a list or tuple of adapters' names is needed"
         )
     return names
+
+
+def _host_int32(name: str, array: Any) -> npt.NDArray[np.int32]:
+    taken: npt.NDArray[np.int32] = borrow(name, array, on_device=False)
+    check_array(name, taken, dtype=INT32, shape=(None,), on_device=False)
+    return taken
 
 
 def _check_requests(num_reqs: Any, uniform: Any) -> None:

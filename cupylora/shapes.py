@@ -59,6 +59,11 @@ def _check_choice(where: str, value: Any, choices: Any) -> None:
         raise ArgumentError(f"{where} is {quoted(value)}; one of {known} is needed")
 
 
+def _check_layers(where: str, value: Any) -> None:
+    if not isinstance(value, tuple) or not all(type(i) is int and i >= 0 for i in value):
+        raise ArgumentError(f"{where} is {quoted(value)}; a tuple of layers' numbers is needed")
+
+
 def _is_finite(value: Any) -> bool:
     """Whether ``value`` is a finite real number (bool is none) within float32's range."""
     real = isinstance(value, int | float) and not isinstance(value, bool)
@@ -69,13 +74,15 @@ def _is_finite(value: Any) -> bool:
 class ModuleShape:
     """One linear layer, ``y[out_features] = W x[in_features]``; ``experts`` is 1 if it is dense.
 
-    Raises ArgumentError for a size that is no int or out of range.
+    layers: of the model that have it, None: all. Raises ArgumentError for a size that is no int or
+    out of range.
     """
 
     name: str
     in_features: int
     out_features: int
     experts: int = 1
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_type("ModuleShape.name", self.name, str, "a string")
@@ -83,6 +90,12 @@ class ModuleShape:
         _check_count(f"{where} in_features", self.in_features)
         _check_count(f"{where} out_features", self.out_features)
         _check_count(f"{where} experts", self.experts, MAX_EXPERTS)
+        if self.layers is not None:
+            _check_layers(f"{where} layers", self.layers)
+
+    def is_in(self, layer: int) -> bool:
+        """Whether ``layer`` has it."""
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True)
@@ -159,10 +172,13 @@ class LoraLimits:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model: ``layers`` equal layers of dense groups followed by an optional MoE block.
+    """One model: ``layers`` layers of dense groups followed by an optional MoE block.
 
-    ``dense_groups``: modules of one group share their input (q, k and v, say). Raises ArgumentError
-    for fields of other types, sizes out of range, and groups that cannot share their input.
+    ``dense_groups``: modules of one group share their input (q, k and v, say). In models with
+    experts, those of a shared expert are named ``shared_gate_proj`` and so on, those of an MLP in
+    place of the experts ``dense_gate_proj`` and so on. ``dense_layers``: those without experts.
+    Raises ArgumentError for fields of other types, sizes out of range, and groups that cannot share
+    their input.
     """
 
     name: str
@@ -171,8 +187,10 @@ class ModelShape:
     dense_groups: tuple[tuple[ModuleShape, ...], ...]
     moe: MoeShape | None
     family: str = "generic"
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_layers("ModelShape.dense_layers", self.dense_layers)
         for field in ("name", "family"):
             _check_type(f"ModelShape.{field}", getattr(self, field), str, "a string")
         _check_count("ModelShape.layers", self.layers)
@@ -220,9 +238,29 @@ def _attention(hidden: int, q: int, kv: int) -> tuple[tuple[ModuleShape, ...], .
     return (qkv, (ModuleShape("o_proj", q, hidden),))
 
 
-def _dense_mlp(hidden: int, intermediate: int) -> tuple[tuple[ModuleShape, ...], ...]:
-    first = tuple(ModuleShape(name, hidden, intermediate) for name in ("gate_proj", "up_proj"))
-    return (first, (ModuleShape("down_proj", intermediate, hidden),))
+def _dense_mlp(
+    hidden: int, intermediate: int, prefix: str = "", layers: tuple[int, ...] | None = None
+) -> tuple[tuple[ModuleShape, ...], ...]:
+    gate, up = (
+        ModuleShape(f"{prefix}{name}", hidden, intermediate, layers=layers)
+        for name in ("gate_proj", "up_proj")
+    )
+    down = ModuleShape(f"{prefix}down_proj", intermediate, hidden, layers=layers)
+    return ((gate, up), (down,))
+
+
+def _beside_experts(
+    hidden: int, layers: int, *, shared: int = 0, dense: int = 0, dense_layers: tuple[int, ...] = ()
+) -> tuple[tuple[ModuleShape, ...], ...]:
+    """MLPs of a model with experts: a shared expert of ``shared`` features (0: none), and MLPs of
+    ``dense`` in the layers that have no experts."""
+    routed = tuple(i for i in range(layers) if i not in dense_layers) if dense_layers else None
+    groups: tuple[tuple[ModuleShape, ...], ...] = ()
+    if shared:
+        groups += _dense_mlp(hidden, shared, "shared_", routed)
+    if dense_layers:
+        groups += _dense_mlp(hidden, dense, "dense_", dense_layers)
+    return groups
 
 
 def _latent_attention(
@@ -283,9 +321,11 @@ PRESETS: dict[str, ModelShape] = {
             "deepseek-v3",
             61,
             7168,
-            _latent_attention(7168, 1536, 512, 128, 128, 64, 128),
+            _latent_attention(7168, 1536, 512, 128, 128, 64, 128)
+            + _beside_experts(7168, 61, shared=2048, dense=18432, dense_layers=(0, 1, 2)),
             MoeShape(7168, 2048, 256, 8),
             "deepseek_v3",
+            (0, 1, 2),
         ),
     )
 }
@@ -388,17 +428,80 @@ def _from_config(values: Mapping[str, Any], path: Path) -> ModelShape:
     family = _family(config)
     hidden = config.int("hidden_size")
     dense = _attention_from_config(config, family, hidden)
+    layers = config.int("num_hidden_layers", most=_MAX_LAYERS)
     moe = _moe_from_config(config, family, hidden) if _has_experts(config) else None
+    dense_layers: tuple[int, ...] = ()
     if moe is None:
         dense += _dense_mlp_from_config(config, family, hidden)
+    else:
+        dense_layers = _dense_layers(config, family, layers)
+        dense += _beside_experts(
+            hidden,
+            layers,
+            shared=_shared_from_config(config, family, moe),
+            dense=config.int(_DENSE_SIZES.get(family, "intermediate_size")) if dense_layers else 0,
+            dense_layers=dense_layers,
+        )
     return ModelShape(
         name=path.absolute().parent.name if path.name == "config.json" else path.stem,
-        layers=config.int("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         dense_groups=dense,
         moe=moe,
         family=family,
+        dense_layers=dense_layers,
     )
+
+
+_DENSE_SIZES = {"llama4_text": "intermediate_size_mlp"}
+"""Key of the width of an MLP in place of experts, where it is not intermediate_size."""
+
+_MAX_LAYERS = 1 << 16
+
+
+def _shared_from_config(config: _Config, family: str, moe: MoeShape) -> int:
+    """Width of the shared expert, 0 where there is none.
+
+    As transformers' modeling_*.py have it: DeepSeek's are one MLP of all their widths, Llama-4's is
+    as wide as a routed one.
+    """
+    if family == "llama4_text":
+        return moe.intermediate
+    if family in _LATENT_FAMILIES:
+        number = config.values.get("n_shared_experts")
+        return moe.intermediate * config.int("n_shared_experts", most=1024) if number else 0
+    if family == "qwen2_moe" and config.values.get("shared_expert_intermediate_size"):
+        return config.int("shared_expert_intermediate_size")
+    return 0
+
+
+def _dense_layers(config: _Config, family: str, layers: int) -> tuple[int, ...]:
+    """Layers whose MLP is none of routed experts, as transformers' modeling_*.py has them."""
+    values = config.values
+    if family in _LATENT_FAMILIES:
+        first = values.get("first_k_dense_replace") or 0
+        if type(first) is not int or first < 0:
+            raise config.error("first_k_dense_replace", "0 or a positive integer is needed")
+        every = config.int("moe_layer_freq", default=1)
+        return tuple(i for i in range(layers) if i < first or i % every)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        only = _layer_list(config, "mlp_only_layers", layers)
+        step = config.int("decoder_sparse_step", default=1)
+        return tuple(i for i in range(layers) if i in only or (i + 1) % step)
+    if family == "llama4_text":
+        step = config.int("interleave_moe_layer_step", default=1)
+        routed = range(step - 1, layers, step)
+        if values.get("moe_layers") is not None:
+            return tuple(set(range(layers)) - set(_layer_list(config, "moe_layers", layers)))
+        return tuple(i for i in range(layers) if i not in routed)
+    return ()
+
+
+def _layer_list(config: _Config, key: str, layers: int) -> tuple[int, ...]:
+    found = config.values.get(key) or []
+    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < layers for i in found):
+        raise config.error(key, f"a list of layers from 0 to {layers - 1} is needed")
+    return tuple(found)
 
 
 def _family(config: _Config) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "TILE_INTS",
     "TILE_PAIRS",
     "TILE_ROWS",
+    "ArrayBundle",
     "GemmProblems",
     "LoraProblems",
     "LoraSlice",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 Array = Any
-"""A NumPy or CuPy array."""
+"""A NumPy or CuPy array; as an argument of an op or layer, an array of any library."""
 
 RowOrder = Literal["token_major", "k_major"]
 """How a pair (token t, choice j) is numbered: t·k + j, or j·T + t."""
@@ -123,8 +124,12 @@ STATUS_BAD_SLOT, STATUS_BAD_RANK, STATUS_BAD_LAYOUT, STATUS_CAPACITY = 1, 1 << 8
 range, A in another layout than the caller can read, a list longer than the room given for it."""
 
 
+class ArrayBundle:
+    """Base of dataclasses, frozen, whose fields are arrays (of any library) and plain values."""
+
+
 @dataclass(frozen=True)
-class Routing:
+class Routing(ArrayBundle):
     """Rows sorted by (expert, slot, pair), or another stack's order given in the same form.
 
     row_to_pair: int32 [R], -1 for ghost rows (those from ``expert_first_token_offset[E]`` on).
@@ -149,7 +154,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Segments:
+class Segments(ArrayBundle):
     """Maximal runs of rows with one (expert, slot), and the row tiles of those with an adapter.
 
     start: int32 [S+1], first row of each segment, closed by the row behind the last one.
@@ -173,7 +178,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class TokenLora:
+class TokenLora(ArrayBundle):
     """Per module and token, what the token's slot holds: all arrays [M, T].
 
     rank int32 (0: none), a_ptr and b_ptr uint64 (expert 0), a_stride and b_stride int64 (bytes from
@@ -190,7 +195,7 @@ class TokenLora:
 
 
 @dataclass(frozen=True)
-class RowLora:
+class RowLora(ArrayBundle):
     """Per row: source token int32 [R] and local expert int32 [R] (-1 both for ghosts), and per
     module rank int32, a_ptr and b_ptr uint64, scale float32, each [M, R] (zeros for ghost and base
     rows).
@@ -205,7 +210,7 @@ class RowLora:
 
 
 @dataclass(frozen=True)
-class GemmProblems:
+class GemmProblems(ArrayBundle):
     """``D[m, n] = beta·D + alpha · A[m, k] · B[n, k]ᵀ`` for each of up to P problems.
 
     m, n, k int32 [P]; a, b, d uint64 [P] addresses; lda, ldb, ldd int64 [P] elements between rows;
@@ -226,7 +231,7 @@ class GemmProblems:
 
 
 @dataclass(frozen=True)
-class LoraProblems:
+class LoraProblems(ArrayBundle):
     """Shrink and expand problems of one LoRA module, and optional split-K offsets int64 [P+1]."""
 
     shrink: GemmProblems

@@ -18,12 +18,19 @@ from cupylora.ops import _device
 
 
 class FakeArray:
-    """What an op may ask of a device array: dtype, shape, flags, views and an address."""
+    """What an op may ask of a device array: dtype, shape, flags, views and an address.
+
+    Around a host array, or made as CuPy's: from shape, dtype, memory at an address, and strides.
+    """
 
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, host: np.ndarray) -> None:
-        self.host = host
+    def __init__(
+        self, host: Any, dtype: Any = None, memory: Any = None, strides: Any = None
+    ) -> None:
+        if memory is not None:
+            host = _at(memory.ptr, host, np.dtype(dtype), strides)
+        self.host, self.memory = host, memory
         self.dtype, self.shape, self.flags, self.size = (
             host.dtype,
             host.shape,
@@ -31,6 +38,7 @@ class FakeArray:
             host.size,
         )
         self.data = types.SimpleNamespace(ptr=host.ctypes.data)
+        self.strides, self.device = host.strides, types.SimpleNamespace(id=0)
 
     def __len__(self) -> int:
         return len(self.host)
@@ -38,9 +46,29 @@ class FakeArray:
     def __getitem__(self, key: Any) -> FakeArray:
         return FakeArray(self.host[key])
 
+    def view(self, dtype: Any) -> FakeArray:
+        """The same bytes as another type."""
+        made = FakeArray(self.host.view(dtype))
+        made.memory = self.memory
+        return made
+
     def get(self) -> np.ndarray:
         """A copy on the host."""
         return self.host.copy()
+
+
+class _Span:
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _at(address: int, shape: Any, dtype: np.dtype, strides: Any) -> np.ndarray:
+    """An array at an address, of any dtype."""
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    typestr = f"<u{dtype.itemsize}"
+    interface = {"version": 3, "shape": shape, "typestr": typestr, "strides": strides}
+    return np.asarray(_Span({**interface, "data": (address, False)})).view(dtype)
 
 
 def each_array(value: Any, change: Callable[[np.ndarray], Any]) -> Any:
@@ -71,6 +99,7 @@ def install(
 ) -> None:
     """Put a module in CuPy's place, and ``functions`` in the places of those of ``ops._device``."""
     module: Any = types.ModuleType("cupy")
+    module.ndarray = FakeArray
     module.empty = lambda shape, dtype: new_array(np.empty(shape, dtype))
     module.asarray = new_array
     module.zeros = lambda shape, dtype: new_array(np.zeros(shape, dtype))

@@ -175,9 +175,6 @@ def test_kohyas_other_kinds_are_named(end: str, words: str, tmp_path: Path) -> N
         ("layers.0.block_sparse_moe.gate", "router"),
         ("layers.0.feed_forward.router", "router"),
         ("layers.0.mlp.shared_expert_gate", "shared expert's gate"),
-        ("layers.0.mlp.shared_expert.up_proj", "shared expert, which is not served"),
-        ("layers.0.mlp.shared_experts.up_proj", "shared expert, which is not served"),
-        ("layers.0.feed_forward.shared_expert.up_proj", "shared expert, which is not served"),
         ("embed_tokens", "embeddings"),
     ],
 )
@@ -186,6 +183,73 @@ def test_what_is_refused_by_name(path: str, words: str, tmp_path: Path) -> None:
     assert "2 of 4 tensors" in message
     assert f"{PREFIX}{path}.lora_A.weight (LoRA on " in message
     assert words in message
+
+
+# MLPs beside the experts
+
+
+def beside(name: str) -> ModelShape:
+    """Layer 0 has an MLP, layer 1 experts and a shared one."""
+    widths = {"gate_proj": (12, 20), "up_proj": (12, 20), "down_proj": (20, 12)}
+    groups = tuple(
+        tuple(ModuleShape(f"{prefix}_{n}", *widths[n], layers=layers) for n in names)
+        for prefix, layers in (("shared", (1,)), ("dense", (0,)))
+        for names in (("gate_proj", "up_proj"), ("down_proj",))
+    )
+    return replace(TOY, name=name, dense_groups=TOY.dense_groups + groups, dense_layers=(0,))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "layers.1.mlp.shared_expert",
+        "layers.1.mlp.shared_experts",
+        "layers.1.feed_forward.shared_expert",
+        "layers.0.mlp",
+        "layers.0.feed_forward",
+    ],
+)
+@pytest.mark.parametrize("named_as_kohya", [False, True])
+def test_mlps_beside_the_experts(path: str, named_as_kohya: bool, tmp_path: Path) -> None:
+    model, layer = beside("mixed"), int(path[7])
+    prefix = "shared" if "shared" in path else "dense"
+    tensors: Tensors = {}
+    expected = {}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        shape = model.modules[model.module_index(f"{prefix}_{name}")]
+        made = files.dense(4, shape, f"{path}.{name}", seed=len(expected))
+        expected[layer, f"{prefix}_{name}"] = list(made.values())
+        tensors |= made
+    if named_as_kohya:
+        flat = {n.removeprefix(PREFIX): t for n, t in tensors.items()}
+        named = {}
+        for name, tensor in flat.items():
+            module, _, factor = name.partition(".lora_")
+            end = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}[factor]
+            named[f"lora_te_model_{module.replace('.', '_')}.{end}"] = tensor
+        folder = save_as(tmp_path / "a.safetensors", named)
+    else:
+        folder = write(tmp_path / "a", tensors)
+    found = read_adapter(folder, model).factors
+    assert found.keys() == expected.keys()
+    for key, (a, b) in expected.items():
+        np.testing.assert_array_equal(found[key].a[0], a)
+        np.testing.assert_array_equal(found[key].b[0], b)
+    assert "no module of model toy" in refused(folder, TOY)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "layers.0.mlp.shared_expert.up_proj",
+        "layers.1.mlp.up_proj",
+        "layers.0.mlp.experts.1.up_proj",
+        "layers.0.mlp.experts.up_proj",
+    ],
+)
+def test_modules_that_a_layer_lacks(path: str, tmp_path: Path) -> None:
+    message = refused(write(tmp_path, linear(path, *factors())), beside("mixed"))
+    assert "no module of layer" in message
 
 
 # Experts

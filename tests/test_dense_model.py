@@ -84,19 +84,98 @@ def test_no_experts_is_dense(changes: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "dense_layers", "shared", "dense"),
     [
-        {"model_type": "qwen3_moe", "mlp_only_layers": [0], "decoder_sparse_step": 2},
-        {"model_type": "deepseek_v3", "first_k_dense_replace": 1, **LATENT},
+        ({"model_type": "qwen3_moe"}, (), 0, 0),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0], "decoder_sparse_step": 2},
+            (0, 2),
+            0,
+            72,
+        ),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}, (), 40, 0),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": 1, **LATENT}, (0,), 0, 72),
+        (
+            {
+                "model_type": "deepseek_v2",
+                "first_k_dense_replace": 1,
+                "n_shared_experts": 2,
+                **LATENT,
+            },
+            (0,),
+            48,
+            72,
+        ),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": 2, **LATENT}, (1,), 0, 72),
+        (
+            {
+                "model_type": "llama4_text",
+                "moe_intermediate_size": None,
+                "intermediate_size": 24,
+                "intermediate_size_mlp": 96,
+                "interleave_moe_layer_step": 2,
+            },
+            (0, 2),
+            24,
+            96,
+        ),
+        (
+            {
+                "model_type": "llama4_text",
+                "moe_intermediate_size": None,
+                "intermediate_size": 24,
+                "intermediate_size_mlp": 96,
+                "moe_layers": [2, 0],
+            },
+            (1,),
+            24,
+            96,
+        ),
     ],
     ids=str,
 )
-def test_dense_and_moe_layers_stay_moe(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = load(tmp_path, **EXPERTS, **changes)
+def test_layers_without_experts_and_shared_experts(
+    changes: dict[str, Any],
+    dense_layers: tuple[int, ...],
+    shared: int,
+    dense: int,
+    tmp_path: Path,
+) -> None:
+    model = load(tmp_path, **{**EXPERTS, **changes})
     assert model.moe is not None
     assert (model.moe.experts, model.moe.intermediate) == (8, 24)
+    assert model.dense_layers == dense_layers
     assert [m.name for m in model.modules].count("gate_proj") == 1
-    assert len(model.dense_groups) == (3 if "kv_lora_rank" in changes else 2)
+    routed = tuple(i for i in range(3) if i not in dense_layers) if dense_layers else None
+    wanted = {}
+    for prefix, width, layers in (("shared", shared, routed), ("dense", dense, dense_layers)):
+        if width:
+            for name in ("gate_proj", "up_proj"):
+                wanted[f"{prefix}_{name}"] = (48, width, layers)
+            wanted[f"{prefix}_down_proj"] = (width, 48, layers)
+    found = {
+        m.name: (m.in_features, m.out_features, m.layers)
+        for m in model.modules
+        if m.name.startswith(("shared", "dense"))
+    }
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "layers from 0 to 2"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "layers from 0 to 2"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1, **LATENT}, "0 or a positive"),
+        ({"model_type": "deepseek_v3", "n_shared_experts": "2", **LATENT}, "n_shared_experts"),
+        ({"model_type": "llama4_text", "moe_layers": [True]}, "moe_layers"),
+        ({"num_hidden_layers": 1 << 17}, "num_hidden_layers"),
+    ],
+    ids=str,
+)
+def test_odd_keys_of_layers(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        load(tmp_path, **{**EXPERTS, **changes})
 
 
 def test_unknown_expert_keys_are_not_taken_for_dense(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ REFUSED = {
     "tokens": ("trainable_token_indices = [1, 2]", "trainable_tokens_delta (trained token"),
     "router": ("layers.0.mlp.gate.lora_A.weight (LoRA on the router",),
     "router-parameter": ("layers.1.mlp.gate.lora_B.weight (LoRA on the router",),
-    "shared-expert": ("shared_expert.up_proj.lora_A.weight (LoRA on a shared expert", "'s gate"),
+    "shared-expert": ("shared_expert_gate.lora_A.weight (LoRA on a shared expert's gate",),
 }
 
 

@@ -8,11 +8,11 @@ import struct
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import install
+from fake_device import FakeArray, install
 from host_util import HOSTS, STRICT, FakeDriver, build, hollow, write_hollow
 
 from cupylora import ops
@@ -51,13 +51,11 @@ DEVICES = {
 }
 
 
-class Place:
+class Place(FakeArray):
     """A device array that is only an address: what the checks and the packing ask of one."""
 
-    __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
-    flags = types.SimpleNamespace(c_contiguous=True, writeable=True)
-
     def __init__(self, shape: tuple[int, ...], dtype: Any, address: int) -> None:
+        self.flags = types.SimpleNamespace(c_contiguous=True, writeable=True)
         self.shape, self.dtype = shape, np.dtype(dtype)
         self.size = int(np.prod(shape, dtype=np.int64))
         self.data = types.SimpleNamespace(ptr=address)

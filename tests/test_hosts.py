@@ -1,129 +1,270 @@
-"""A C++ program without Python: bit for bit what the Python ops give, on the emulated device and,
-where there is one, on a GPU; and its kernels reached as meant."""
+"""The example hosts of ``tools/hosts``, each where its stack is installed; Triton's on a stub."""
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
+import importlib
+import importlib.util
+import json
+import re
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from emulator.build import Builder
-from emulator.device import Device, Schedule
-from host_case import Place, Sizes, write_case, write_demo_pack
-from host_util import ROOT, STRICT, FakeDriver, build, hollow, write_hollow
+from backend_util import BACKENDS
+from dlpack_producer import Producer
 
-from cupylora import open_backend
-from cupylora.compiler.arch import arch_for
-from cupylora.compiler.loader import _capability
-from cupylora.export.folder import export_kernels
+from cupylora.backend import open_backend
+from cupylora.dtypes import BFLOAT16
 
-PROGRAMS = (
-    *("plan", "sort", "segments", "rows"),
-    *("lora_cluster_bfloat16", "lora_ring_bfloat16"),
-    *(f"lora_{half}{form}_bfloat16" for half in ("shrink", "expand") for form in ("", "_stream")),
-)
-SOURCE = ROOT / "tools" / "hosts" / "cpp"
+HOSTS = Path(__file__).parent.parent / "tools" / "hosts"
 
 
-def build_host(export: Path, library: Path, out: Path, source: str = "mixed_moe.cpp") -> Path:
-    """A program of SOURCE, linked with the libcuda in the folder ``library``."""
-    include = (f"-I{export / 'include'}", f"-L{library}", "-l:libcuda.so.1")
-    return build("g++", ("-std=c++17", "-O2", *STRICT), [SOURCE / source], out, include)
+@pytest.fixture(autouse=True)
+def _hosts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HOSTS))
 
 
-# Sizes, capability, and kernels that they must reach.
-CASES: dict[str, tuple[Sizes, tuple[int, int], set[str]]] = {
-    "decode on Hopper": (
-        Sizes(9),
-        (9, 0),
-        {"plan/rank_8", "lora_cluster_bfloat16/1_1", "rows/activation_bare_bfloat16"},
-    ),
-    "larger tiles on Hopper": (
-        Sizes(40, tile_rows=16),
-        (9, 0),
-        {"plan/rank_8", "lora_ring_bfloat16/1_16"},
-    ),
-    "decode elsewhere": (
-        Sizes(9, max_rank=8),
-        (8, 0),
-        {"lora_shrink_bfloat16/4_8", "lora_expand_bfloat16/8", "rows/finalize_bare_bfloat16"},
-    ),
-    "many slots": (
-        Sizes(140, max_loras=4096, slots=(4095, 0, 77)),
-        (9, 0),
-        {"sort/route_rank", "segments/segment_fill"},
-    ),
-    "prefill elsewhere": (
-        Sizes(260, tile_rows=64),
-        (12, 0),
-        {"lora_shrink_stream_bfloat16/2", "lora_expand_stream_bfloat16/1"},
-    ),
-}
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("name", CASES)
-def test_a_c_host_gives_the_bits_that_python_gives(
-    name: str, emulated: Device, kernel_builder: Builder, tmp_path: Path
-) -> None:
-    sizes, capability, kernels = CASES[name]
-    emulated.hopper = capability[0] == 9
-    emulated.schedule = Schedule(3, pause=200)
-
-    def put(array: np.ndarray, written: bool = False) -> Any:
-        return emulated.array(array, writable=written)
-
-    pack = write_demo_pack(tmp_path / "demo.pack")
-    write_case(tmp_path / "case", sizes, pack, Place(put, lambda array: array.host))
-    arch = {9: "sm_90a", 8: "sm_80", 12: "sm_120"}[capability[0]]
-    driver = FakeDriver(tmp_path, hollow(arch), "emulate", kernel_builder, capability)
-    driver.schedule = Schedule(8, pause=500)
-    export = write_hollow(tmp_path / "export", driver.built)
-    driver.make()
-    host = build_host(export, tmp_path, tmp_path / "mixed_moe")
-    done = driver.run([host, export, tmp_path / "demo.pack", tmp_path / "case"])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("PASS\n")
-    launched = [line[0] for line in driver.launches()]
-    assert sorted(launched) == sorted(2 * emulated.launched)
-    assert kernels <= set(launched)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_cupy_alone(name: str) -> None:
+    host, here = importlib.import_module("cupy_alone"), open_backend(name)
+    x, y = here.xp.ones((4, 64), "float16"), here.xp.full((4, 128), 2, "float16")
+    host.add_deltas(here, x, y)
+    here.synchronize()
+    rows = here.to_host(y)
+    assert (rows[[1, 3]] == 2).all()
+    assert (rows[0] == rows[2]).all()
+    assert np.abs(rows[0].astype(np.float32) - 2).max() > 0.1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [Sizes(9), Sizes(40, tile_rows=16), Sizes(600, tile_rows=64)])
-def test_a_c_host_gives_the_bits_that_python_gives_on_a_gpu(sizes: Sizes, tmp_path: Path) -> None:
-    backend = open_backend("cuda")
-
-    def put(array: np.ndarray, written: bool = False) -> Any:
-        return backend.asarray(array)
-
-    pack = write_demo_pack(tmp_path / "demo.pack")
-    write_case(tmp_path / "case", sizes, pack, Place(put, backend.to_host))
-    export = tmp_path / "export"
-    export_kernels([arch_for(_capability())], export)
-    host = build_host(export, libcuda().parent, tmp_path / "mixed_moe")
-    command = [str(host), str(export), str(tmp_path / "demo.pack"), str(tmp_path / "case")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("PASS\n")
+def test_numba_cuda() -> None:
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    host = importlib.import_module("numba_cuda")
+    stream = importlib.import_module("numba.cuda").stream()
+    rows = host.step(stream).copy_to_host(stream=stream)
+    assert (rows[[1, 3]] == 0).all()
+    assert (rows[0] == rows[2]).all()
+    assert np.abs(rows[0].astype(np.float32)).max() > 0.1
 
 
-def libcuda() -> Path:
-    """Where the driver's library lies that programs here load."""
-    ctypes.CDLL("libcuda.so.1")
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return next(Path(line.split()[-1]) for line in lines if "/libcuda.so" in line)
+# --- JAX -----------------------------------------------------------------------------------------
 
 
-def test_an_enqueue_costs_little_more_than_a_launch(tmp_path: Path) -> None:
-    """The program's own bar, 0.5 us, on a driver that drops launches: what is timed is the host."""
-    driver = FakeDriver(tmp_path, hollow(), "nothing")
-    export = write_hollow(tmp_path / "export", driver.built)
-    driver.make()
-    host = build_host(export, tmp_path, tmp_path / "enqueue_cost", "enqueue_cost.cpp")
-    done = driver.run([host, export])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {line.split(" ")[0] for line in done.stdout.splitlines()} >= {"lists", "delta", "PASS"}
+@pytest.fixture
+def jax_host() -> Any:
+    pytest.importorskip("jax", reason="needs JAX")
+    return importlib.import_module("jax_moe")
+
+
+def _block(host: Any, adapters: int) -> Any:
+    """A layer of the host, and what it is given."""
+    import jax
+
+    here = open_backend("cuda" if jax.default_backend() == "gpu" else "numpy")
+    model = host.load_model("tiny-moe")
+    limits, arena = host.LoraLimits(max_loras=4, max_rank=16), host.Arena(1 << 20, here.xp)
+    table = host.SlotTable(model, limits, BFLOAT16, xp=here.xp, arena=arena)
+    for slot, name in zip(range(adapters), ("contracts-r8", "legal-stacked-r6"), strict=False):
+        host.load_adapter(host.data_dir() / "demo" / name, table, slot=slot)
+    layer = host.JaxMoeLayer(here, model, table, max_tokens=8)
+    rng = np.random.default_rng(11)
+
+    def values(*shape: int) -> Any:
+        return jax.numpy.asarray(rng.standard_normal(shape) / shape[-1] ** 0.5, BFLOAT16)
+
+    base = values(8, 96, 64), values(8, 64, 48)
+    ids = np.stack([rng.permutation(8)[:2] for _ in range(8)]).astype(np.int32)
+    scores = rng.random((8, 2), np.float32)
+    return layer, here, table, values(8, 64), jax.numpy.asarray(ids), scores, base
+
+
+def test_jax_layers_have_deltas_between_their_gemms(jax_host: Any) -> None:
+    """As our whole block computes it, up to what each rounds."""
+    import jax
+    from backend_util import moe_layer
+
+    from cupylora.layers.moe import MoeWeights
+
+    layer, here, table, x, ids, scores, base = _block(jax_host, 2)
+    slots = np.array([0, -1, 1, 0, 1, -1, 0, 1], np.int32)
+    got = layer(x, ids, jax.numpy.asarray(scores), jax.numpy.asarray(slots), base)
+    assert isinstance(got, jax.Array)
+    assert got.dtype == BFLOAT16
+    block, plan = moe_layer(here, table, max_tokens=8)
+    weights = MoeWeights(*base)
+    put = here.asarray
+    want = here.to_host(block.forward(x, ids, put(scores), put(slots), weights, plan))
+    without = layer(x, ids, jax.numpy.asarray(scores), jax.numpy.full(8, -1, "int32"), base)
+    got, want, without = (np.asarray(a).astype(np.float32) for a in (got, want, without))
+    assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
+    changed = np.abs(got - without).max(axis=1) > 0.05 * np.abs(want).max()
+    assert changed.tolist() == (slots >= 0).tolist()
+
+
+def test_nothing_is_copied_between_jax_and_us(jax_host: Any) -> None:
+    import jax
+
+    from cupylora.errors import ArgumentError
+
+    layer, here, _, x, *_ = _block(jax_host, 1)
+    assert here.address(here.view(x)) == x.unsafe_buffer_pointer()
+    mine = jax_host.own_array(here, (8, 64), BFLOAT16)
+    assert jax_host.to_jax(mine).unsafe_buffer_pointer() == here.address(mine)
+    layer.plan.update(here.zeros(8, np.int32), here.zeros((8, 2), np.int32))
+    hidden, base = (jax.numpy.zeros((16, width), BFLOAT16) for width in (48, 64))
+    with pytest.raises(ArgumentError, match=r"y is an array of jax.*, which may not be written"):
+        layer.lora.add_down(hidden, base, layer.plan)
+
+
+def test_what_jax_still_computes_is_waited_for(jax_host: Any) -> None:
+    import jax
+
+    here = open_backend("cuda" if jax.default_backend() == "gpu" else "numpy")
+
+    @jax.jit
+    def slow(x: Any) -> Any:
+        for _ in range(20):
+            x = x @ x / 1024
+        return x + 1
+
+    x = jax.numpy.ones((1024, 1024), "float32")
+    slow(x).block_until_ready()  # compiled
+    pending = slow(x * 1)
+    assert (here.to_host(here.view(pending)) == 2).all()
+
+
+# --- Triton --------------------------------------------------------------------------------------
+
+
+class _Tensor:
+    """The server's tensor, as far as its documentation describes one."""
+
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def __dlpack__(self, stream: Any = None) -> Any:
+        return Producer(self._array).export(versioned=False)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+@dataclass
+class _Response:
+    output_tensors: list[_Tensor] = field(default_factory=list)
+    error: Any = None
+
+
+@dataclass
+class _Error:
+    message: str
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A model of the example, as the server makes it on a CPU."""
+    stub: Any = types.ModuleType("triton_python_backend_utils")
+    stub.Tensor, stub.InferenceResponse, stub.TritonError = _Tensor, _Response, _Error
+    stub.get_input_tensor_by_name = lambda request, name: request[name]
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    path = HOSTS / "triton" / "moe_lora" / "1" / "model.py"
+    spec = importlib.util.spec_from_file_location("triton_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.TritonPythonModel()
+    config = {"parameters": _parameters()}
+    model.initialize({"model_config": json.dumps(config), "model_instance_kind": "CPU"})
+    yield model
+    model.finalize()
+
+
+def _parameters() -> dict[str, Any]:
+    text = (HOSTS / "triton" / "moe_lora" / "config.pbtxt").read_text()
+    found = re.findall(r'key: "(\w+)"\s+value: \{ string_value: "([^"]*)" \}', text)
+    return {key: {"string_value": value} for key, value in found}
+
+
+def _request(adapter: str, tokens: int, seed: int, **changes: np.ndarray) -> dict[str, _Tensor]:
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "x": rng.standard_normal((tokens, 64)).astype(np.float16),
+        "y": rng.standard_normal((tokens, 128)).astype(np.float16),
+        "adapter": np.array([adapter.encode()], np.object_),
+        **changes,
+    }
+    return {name: _Tensor(name, array) for name, array in arrays.items()}
+
+
+def _y(response: _Response) -> np.ndarray:
+    assert response.error is None, response.error.message
+    (tensor,) = response.output_tensors
+    assert tensor.name() == "out"
+    return tensor.as_numpy()
+
+
+def test_triton_serves_requests_of_many_adapters_in_one_step(triton: Any) -> None:
+    names = ("contracts-r8", "", "legal-stacked-r6", "support-rslora-r4")
+    requests = [_request(name, 3 + seed, seed) for seed, name in enumerate(names)]
+    given = [request["y"].as_numpy().copy() for request in requests]
+    together = [_y(response) for response in triton.execute(requests)]
+    assert triton.runtime.counts().tokens == sum(map(len, given)), "one step for all"
+    alone = [_y(triton.execute([request])[0]) for request in requests]
+    for name, before, got, apart in zip(names, given, together, alone, strict=True):
+        assert got.tobytes() == apart.tobytes()
+        assert (got.tobytes() == before.tobytes()) == (name == "")
+    assert [request["y"].as_numpy().tobytes() for request in requests] == [
+        array.tobytes() for array in given
+    ], "the server's tensors stay as they were"
+
+
+def test_one_requests_error_is_its_own(triton: Any) -> None:
+    good = _request("contracts-r8", 4, 1)
+    (expected,) = map(_y, triton.execute([good]))
+    wide = _request("", 2, 3, x=np.zeros((2, 65), np.float16))
+    responses = triton.execute(
+        [
+            good,
+            _request("nobody", 2, 2),
+            _request("", 2, 3, y=np.zeros((3, 128), np.float16)),
+            _request("", 513, 4),
+        ]
+    )
+    assert _y(responses[0]).tobytes() == expected.tobytes()
+    for response, message in zip(
+        responses[1:], ("nobody", "x and y have 2 and 3 tokens", "at most 512"), strict=True
+    ):
+        assert not response.output_tensors
+        assert message in response.error.message
+    (refused,) = triton.execute([wide])
+    assert "x is float16 (2, 65)" in refused.error.message
+
+
+def test_more_requests_than_a_step_holds_are_several_steps(triton: Any) -> None:
+    requests = [_request("contracts-r8", 200, seed) for seed in range(4)]
+    before = triton.runtime.counts()
+    responses = triton.execute(requests)
+    after = triton.runtime.counts()
+    assert after.tokens - before.tokens == 800
+    assert sum(after.hits.values()) - sum(before.hits.values()) == 2
+    for request, response in zip(requests, responses, strict=True):
+        (alone,) = map(_y, triton.execute([request]))
+        assert _y(response).tobytes() == alone.tobytes()

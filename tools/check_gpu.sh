@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What only a GPU shows, for a kernel developer: `tools/check_gpu.sh PART OUT`, from a checkout.
 #   tests       compiles all kernels, then runs the GPU tests; fails if none ran
-#   sanitizers  memcheck, racecheck and synccheck over small tests of the fused LoRA kernels
+#   sanitizers  memcheck, racecheck and synccheck over small tests: the fused LoRA kernels, steps
+#               through graphs, and files that the device unpacks
 #   times       tools/measure.py, tools/measure_graphs.py and tools/measure_loading.py
 #   bench       cupylora bench over SUITE (default all); beside the peers if PEERS is set
 # Logs go to OUT; a short summary is printed. WORKERS: processes at a time (default 8).
@@ -27,12 +28,13 @@ P
   wait
 }
 
+# sanitize TOOL FILE CHOSEN: one tool over the chosen tests of tests/test_FILE.py.
 sanitize() {
-  local tool=$1 chosen=$2
+  local tool=$1 file=$2 chosen=$3 log="$out/$1-$2.txt"
   timeout "${SANITIZER_SECONDS:-240}" compute-sanitizer --tool "$tool" --report-api-errors no \
-    --target-processes all --error-exitcode 9 "${pytest[@]}" tests/test_gpu_lora_fused.py \
-    -k "$chosen" >"$out/$tool.txt" 2>&1
-  echo "$tool: exit code $? ($(grep -c "ERROR SUMMARY: 0 errors" "$out/$tool.txt") clean summaries)"
+    --target-processes all --error-exitcode 9 "${pytest[@]}" "tests/test_$file.py" \
+    -k "$chosen" >"$log" 2>&1
+  echo "$tool, $file: exit code $? ($(grep -c "ERROR SUMMARY: 0 errors" "$log") clean summaries)"
 }
 
 case $part in
@@ -45,9 +47,12 @@ case $part in
     ;;
   sanitizers)
     compile_all
-    sanitize memcheck "row_maps or hostile or shapes_that_sizes" &
-    sanitize racecheck shapes_that_sizes &
-    sanitize synccheck "shapes_that_sizes or row_maps" &
+    sanitize memcheck gpu_lora_fused "row_maps or hostile or shapes_that_sizes" &
+    sanitize racecheck gpu_lora_fused shapes_that_sizes &
+    sanitize synccheck gpu_lora_fused "shapes_that_sizes or row_maps" &
+    sanitize memcheck gpu_graphs "test" &
+    sanitize memcheck importing "what_peft_wrote and bfloat16" &
+    sanitize racecheck importing "forms and gate_first" &
     wait
     ;;
   times)

@@ -24,11 +24,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cupylora.adapters.dtypes import FACTOR_DTYPES
-from cupylora.adapters.names import Factor, Foreign, Key, Place, misplaced, place
+from cupylora.adapters.names import Factor, Foreign, Key, Place, in_model, misplaced, place
 from cupylora.adapters.peft_config import PeftConfig
 from cupylora.adapters.safetensors_file import TensorInfo
 from cupylora.adapters.stacked import StackedLayouts
@@ -103,7 +103,10 @@ def _find(name: str, info: TensorInfo, model: ModelShape | None) -> Place | str:
             return f"an alpha of shape {list(info.shape)}, not one number"
     elif info.dtype not in FACTOR_DTYPES:
         return f"a factor of dtype {info.dtype}"
-    return (misplaced(found.key, model) if model else None) or found
+    if model is None:
+        return found
+    found = replace(found, key=in_model(found.key, model))
+    return misplaced(found.key, model) or found
 
 
 def check_placed(

@@ -18,17 +18,24 @@ from cupylora import ops
 from cupylora.adapters.factors import checked_scale
 from cupylora.checks import INT32_MAX, check_array, check_type
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
-from cupylora.reference.unpack_factors import MOST_PIECES, SOURCE_TYPES
+from cupylora.interop.convert import borrow
+from cupylora.interop.kinds import is_own
+from cupylora.reference.unpack_factors import MOST_PIECES, PIECE_ELEMENTS, SOURCE_TYPES
 from cupylora.shapes import LoraLimits, ModelShape, ModuleShape
 from cupylora.text import quoted, shown
 from cupylora.worklists import FACTOR_PIECE, FACTOR_PIECE_BYTES
 
-__all__ = ["FactorArrays", "check_arrays", "find_not_finite", "unpack_arrays"]
+__all__ = [
+    "FactorArrays",
+    "borrow_factors",
+    "check_arrays",
+    "find_not_finite",
+    "unpack_arrays",
+]
 
 Array = Any
-"""A NumPy or CuPy array."""
+"""A NumPy or CuPy array, or one of another library."""
 
-_PIECE_ELEMENTS = 1 << 16
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """Bits of the exponent, all set in infinities and NaNs."""
 
@@ -48,6 +55,31 @@ class FactorArrays:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", checked_scale(self.scale))
+
+
+def borrow_factors(
+    name: str, factors: Mapping[tuple[int, str], FactorArrays], *, on_device: bool
+) -> dict[tuple[int, str], FactorArrays]:
+    """``factors`` of adapter ``name`` with views of ours in place of other libraries' arrays.
+
+    A mapping may make its values anew at every look: it is looked at once. An array that two
+    modules share is one view. Raises ArgumentError naming it as ``borrow`` does.
+    """
+    views: dict[int, tuple[Array, Array]] = {}  # with what is viewed: ids are of what lives
+
+    def ours(where: str, array: Array) -> Array:
+        if id(array) not in views:
+            views[id(array)] = (array, borrow(where, array, on_device=on_device))
+        return views[id(array)][1]
+
+    taken = {}
+    for key, value in factors.items():
+        if isinstance(value, FactorArrays) and not (is_own(value.a) and is_own(value.b)):
+            where = f"adapter {shown(name)}, {quoted(key)}"
+            a, b = ours(f"{where}: a", value.a), ours(f"{where}: b", value.b)
+            value = FactorArrays(a, b, value.scale)
+        taken[key] = value
+    return taken
 
 
 def check_arrays(
@@ -126,7 +158,7 @@ def unpack_arrays(
                 pieces[first : first + count],
                 target,
                 dtype=array.dtype,
-                most_elements=_PIECE_ELEMENTS,
+                most_elements=PIECE_ELEMENTS,
                 fault=fault,
             )
             first += count
@@ -136,13 +168,13 @@ def unpack_arrays(
 
 def _records(array: Array, offset: int, packed: bool) -> npt.NDArray[np.void]:
     """What ``unpack_factors`` is to do with a whole array."""
-    starts = np.arange(0, array.size, _PIECE_ELEMENTS)
+    starts = np.arange(0, array.size, PIECE_ELEMENTS)
     made = np.zeros(len(starts), FACTOR_PIECE)
     for name, value in {
         "source": starts * array.dtype.itemsize,
         "first": starts,
         "target": offset,
-        "count": np.minimum(_PIECE_ELEMENTS, array.size - starts),
+        "count": np.minimum(PIECE_ELEMENTS, array.size - starts),
         "source_type": SOURCE_TYPES.index(array.dtype),
         "extent": array.shape,
         "axis": (0, 1, 2),

@@ -227,6 +227,8 @@ def synthetic_adapter(
     factors: dict[tuple[int, str], LoraFactors] = {}
     for layer in range(model.layers):
         for module in chosen:
+            if not module.is_in(layer):
+                continue
             number = 2 * len(factors)
             gate = factors.get((layer, "gate_proj"))
             shape = (module.experts, rank, module.in_features)

@@ -20,13 +20,10 @@ from cupylora.adapters.packed import AdapterLayout, block_bytes, stride_of, tabl
 from cupylora.adapters.peft import OpenAdapter, check_ranks, same_bytes
 from cupylora.adapters.slots import SlotTable
 from cupylora.adapters.units import Pair, Unit, common_dtype_of
-from cupylora.reference.unpack_factors import MOST_PIECES, SOURCE_TYPES
+from cupylora.reference.unpack_factors import MOST_PIECES, PIECE_ELEMENTS, SOURCE_TYPES
 from cupylora.worklists import FACTOR_PIECE, PACKED, SLOT_ENTRY
 
-__all__ = ["PIECE_ELEMENTS", "Chunk", "ImportPlan", "chunks_of", "most_pieces", "plan_import"]
-
-PIECE_ELEMENTS = 1 << 16
-"""Of a tensor, at most, in one record: what a few blocks of threads do."""
+__all__ = ["Chunk", "ImportPlan", "chunks_of", "most_pieces", "plan_import"]
 
 _NO_SPLIT = 2**31 - 1
 _EXPERT, _ROW, _COLUMN = 0, 1, 2
@@ -42,8 +39,9 @@ def most_pieces(nbytes: int) -> int:
 class ImportPlan:
     """What an import does, without its data.
 
-    pieces: FACTOR_PIECE, in the order of files and of bytes, ``target``
-    being numbers of blocks, ``source`` not set; file, begin, end: of each, in the file's data."""
+    pieces: FACTOR_PIECE, in the order of files and of bytes, ``target`` being numbers of blocks,
+    ``source`` not set; file, begin, end: where each lies, in the data of that file.
+    """
 
     layout: AdapterLayout
     pieces: npt.NDArray[np.void]

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from cupylora import ops
 from cupylora.adapters.import_plan import (
-    PIECE_ELEMENTS,
     Chunk,
     ImportPlan,
     chunks_of,
@@ -33,6 +32,7 @@ from cupylora.adapters.safetensors_file import WeightFiles
 from cupylora.adapters.slots import SlotTable, StoredAdapter
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_int
+from cupylora.reference.unpack_factors import PIECE_ELEMENTS
 from cupylora.worklists import FACTOR_PIECE_BYTES
 
 __all__ = ["Importer"]

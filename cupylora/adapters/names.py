@@ -18,13 +18,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from cupylora.shapes import ModelShape, MoeShape
+from cupylora.shapes import ModelShape, ModuleShape, MoeShape
 from cupylora.text import counted, shown
 
-__all__ = ["Factor", "Foreign", "Form", "Key", "Place", "first_name", "misplaced", "place"]
+__all__ = [
+    "Factor",
+    "Foreign",
+    "Form",
+    "Key",
+    "Place",
+    "first_name",
+    "in_model",
+    "misplaced",
+    "place",
+]
 
-Form = Literal["dense", "expert", "group"]
-"""A linear layer; one expert's; all experts of a layer in one pair of tensors."""
+Form = Literal["dense", "mlp", "shared", "expert", "group"]
+"""A linear layer of the attention; of the MLP; of a shared expert; one expert's; all experts of a
+layer in one pair of tensors."""
 Factor = Literal["A", "B", "alpha"]
 
 _NUMBER = "(?:0|[1-9][0-9]{0,5})"
@@ -53,8 +64,10 @@ _RULES: tuple[tuple[str, Form], ...] = (
     (rf"{_EXPERTS}(?P<inner>\.base_layer)?", "group"),
     # three-dimensional factors by the parameter's name
     (rf"{_EXPERTS}\.(?P<module>\w+)", "group"),
+    # Qwen2-MoE: shared_expert; DeepSeek: shared_experts, which are one MLP; Llama-4: feed_forward
+    (rf"(?:mlp|feed_forward)\.shared_experts?\.(?P<module>{_MLP})", "shared"),
     # Llama, Mistral, Qwen: mlp; the dense layers of Llama-4: feed_forward
-    (rf"(?:mlp|feed_forward)\.(?P<module>{_MLP})", "dense"),
+    (rf"(?:mlp|feed_forward)\.(?P<module>{_MLP})", "mlp"),
     (rf"self_attn\.(?P<module>(?!(?:{_MLP})$)\w+)", "dense"),
 )
 """Path within a layer → form; the groups give module and expert. The first that matches counts."""
@@ -101,7 +114,6 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
         "LoRA on the router",
     ),
     (re.compile(r"[._]shared_expert_gate\.(?:\w+\.)*lora_"), "LoRA on a shared expert's gate"),
-    (re.compile(r"[._]shared_experts?[._].*lora_"), "LoRA on a shared expert, which is not served"),
     (re.compile(r"lm_head\b.*lora_"), "LoRA on the output head"),
     (re.compile(_NO_FACTOR + r".*\.bias$"), "a trained bias"),
     (re.compile(_NO_FACTOR), "full weights (modules_to_save)"),
@@ -160,10 +172,11 @@ def _place(match: re.Match[str], naming: _Naming) -> Place | None:
         if found:
             part = found.groupdict()
             module = part.get("module")
+            module = _ALIASES.get(module, module) if module else None
             key = Key(
                 layer=int(match["layer"]),
                 form=form,
-                module=_ALIASES.get(module, module) if module else None,
+                module=f"shared_{module}" if form == "shared" else module,
                 expert=int(part.get("expert") or 0),
                 inner=bool(part.get("inner")),
             )
@@ -179,23 +192,34 @@ def first_name(moe: MoeShape) -> str:
 
 
 @lru_cache(8)
-def _modules_of(model: ModelShape) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of its dense modules, and of what is adapted in its experts."""
-    dense = frozenset(m.name for group in model.dense_groups for m in group)
+def _modules_of(model: ModelShape) -> tuple[dict[str, ModuleShape], frozenset[str]]:
+    """Its dense modules by name, and the names of what is adapted in its experts."""
+    dense = {m.name: m for group in model.dense_groups for m in group}
     if model.moe is None:
         return dense, frozenset()
     return dense, frozenset({m.name for m in model.moe.modules} | {first_name(model.moe)})
 
 
+def in_model(key: Key, model: ModelShape) -> Key:
+    """``key`` with its module named as ``model`` names it: an MLP beside experts has names of its
+    own."""
+    if key.form != "mlp" or model.moe is None:
+        return key
+    return key._replace(module=f"dense_{key.module}")
+
+
 def misplaced(key: Key, model: ModelShape) -> Foreign | None:
-    """Why ``model`` has no such place; None if it has."""
+    """Why ``model`` has no such place, ``key`` being ``in_model``; None if it has."""
     if key.layer >= model.layers:
         return Foreign(f"model {shown(model.name)} has {counted(model.layers, 'layer')}")
     dense, routed = _modules_of(model)
-    if key.form == "dense":
-        known = key.module in dense
-    elif model.moe is None or key.expert >= model.moe.experts:
-        known = False
+    if key.form in ("expert", "group"):
+        known = model.moe is not None and key.expert < model.moe.experts
+        known = known and (key.module in routed or (key.module is None and key.form == "group"))
+        here = key.layer not in model.dense_layers
     else:
-        known = key.module in routed or (key.module is None and key.form == "group")
+        module = dense.get(str(key.module))
+        known, here = module is not None, module is not None and module.is_in(key.layer)
+    if known and not here:
+        return Foreign(f"no module of layer {key.layer} of model {shown(model.name)}")
     return None if known else Foreign(f"no module of model {shown(model.name)}")

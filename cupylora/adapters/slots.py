@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from cupylora.adapters.device_factors import (
     FactorArrays,
+    borrow_factors,
     check_arrays,
     find_not_finite,
     unpack_arrays,
@@ -374,13 +375,13 @@ class SlotTable:
     ) -> StoredAdapter:
         """``store`` of arrays that are on this backend already, as a training loop has them.
 
-        factors: by (layer, module name). They never pass through the host. Raises ArgumentError for
-        keys and arrays that do not fit, AdapterFormatError for values that are not finite,
-        CapacityError for a rank beyond the limits or where the arena lacks room.
+        factors: by (layer, module name), arrays of any library. They never pass through the host.
+        Raises ArgumentError for keys and arrays that do not fit, AdapterFormatError for values that
+        are not finite, CapacityError for a rank beyond the limits or where the arena lacks room.
         """
         check_type("name", name, str)
-        factors = dict(factors)
         on_device = self.xp is not np
+        factors = borrow_factors(name, factors, on_device=on_device)
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
         records = np.zeros(len(self.entries), SLOT_ENTRY)
         numbers: dict[tuple[str, int], int] = {}

@@ -7,8 +7,10 @@ every call becomes a named error in ``check``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 
 from cupylora.errors import CupyloraError
 
@@ -21,10 +23,14 @@ __all__ = [
     "error_text",
     "is_capturing",
     "library",
+    "outside_captures",
 ]
 
 CLUSTER_DIMENSION = 4
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -80,11 +86,27 @@ def error_text(status: int) -> str:
 def is_capturing(stream: int) -> bool:
     """Whether what is enqueued on the stream of handle ``stream`` becomes part of a graph.
 
-    The legacy default stream, handle 0, cannot be captured.
+    The legacy default stream, handle 0 or 1, cannot be captured.
     """
-    if stream == 0:
+    if stream in (0, 1):
         return False
     state = ctypes.c_int()
     status = library().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(state))
     check(status, "asking whether a stream is being captured")
     return state.value != 0
+
+
+@contextlib.contextmanager
+def outside_captures() -> Iterator[None]:
+    """Inside, this thread may make and query events of streams that are not being captured.
+
+    Else a query would void a capture under way in this thread, or in any thread where the host
+    captures in global mode.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    exchange = library().cuThreadExchangeStreamCaptureMode
+    check(exchange(ctypes.byref(mode)), "leaving the mode of stream captures")
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))

@@ -25,6 +25,7 @@ import numpy as np
 
 from cupylora.checks import INT32, check_array, check_int, check_max_loras, check_type
 from cupylora.errors import ArgumentError
+from cupylora.interop.convert import borrow
 from cupylora.text import counted
 from cupylora.worklists import MAX_ROWS
 
@@ -150,6 +151,7 @@ def count_active_loras(token_to_slot: Any) -> int:
     token_to_slot: int32 [T] on the host, without padding; negative: no adapter. A batch without
     any adapter has 0. Raises ArgumentError for anything else.
     """
+    token_to_slot = borrow("token_to_slot", token_to_slot, on_device=False)
     check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(None,), on_device=False)
     slots = np.unique(token_to_slot)
     adapters = int(np.count_nonzero(slots >= 0))

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora.backend import ArrayBackend, total_bytes
-from cupylora.checks import check_choice, check_int, check_type
+from cupylora.checks import check_array, check_choice, check_int, check_type
 from cupylora.compiler import driver
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError, CupyloraError, GraphError
+from cupylora.interop.convert import borrow
 from cupylora.worklists import MAX_ROWS, Array
 
 __all__ = ["StepBuffers", "StepViews"]
@@ -105,13 +106,16 @@ class StepBuffers:
         *,
         layers: int | None = None,
         pad: Pad | None = None,
+        array: Array | None = None,
     ) -> Array:
         """A new buffer [max_tokens, *shape], or [layers, max_tokens, *shape]; returns all of it.
 
         pad: what padding rows are set to before each step, -1 (integers only) or 0; None: they
         keep what they hold. That is also what the buffer holds at first, zeros without ``pad``.
-        Raises ArgumentError for a name that is taken or a pad that cannot be, GraphError once
-        sealed, CapacityError where there is no memory.
+        array: memory of the host's own to be the buffer, of any library, C-contiguous, writable
+        and of that very shape; it keeps what it holds, is kept as long as the buffers, and must not
+        move. Raises ArgumentError for a name that is taken, an array or a pad that cannot be,
+        GraphError once sealed, CapacityError where there is no memory.
         """
         check_type("name", name, str)
         self.require_open(f"buffer {name!r}")
@@ -128,12 +132,23 @@ class StepBuffers:
         if isinstance(pad, float) or (pad == -1 and kind.kind != "i"):
             raise ArgumentError(f"pad is {pad} for buffer {name!r} of {kind}; use 0 or None")
         leading = () if layers is None else (check_int("layers", layers, 1),)
-        array = self.backend.zeros((*leading, self.max_tokens, *shape), kind)
-        self._buffers[name] = _Buffer(array, len(leading), pad)
-        if pad == -1:
-            array.fill(-1)
+        whole = (*leading, self.max_tokens, *shape)
+        made = self._new(whole, kind, pad) if array is None else self._given(array, whole, kind)
+        self._buffers[name] = _Buffer(made, len(leading), pad)
         self._views.clear()
-        return array
+        return made if array is None else array
+
+    def _new(self, shape: tuple[int, ...], dtype: np.dtype[Any], pad: Pad | None) -> Array:
+        made = self.backend.zeros(shape, dtype)
+        if pad == -1:
+            made.fill(-1)
+        return made
+
+    def _given(self, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        on_device = self.backend.on_device
+        taken = borrow("array", array, on_device=on_device, written=True)
+        check_array("array", taken, dtype=dtype, shape=shape, writable=True, on_device=on_device)
+        return taken
 
     def views(self, num_tokens: int) -> StepViews:
         """The first ``num_tokens`` tokens of every buffer."""

@@ -25,6 +25,7 @@ from typing import Any
 
 from cupylora.compiler import driver
 from cupylora.errors import CupyloraError, GraphError
+from cupylora.interop.streams import as_stream
 
 __all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
 
@@ -130,8 +131,9 @@ class DirectRecorder(Recorder):
 class CudaRecorder(Recorder):
     """Captures on ``stream``, and launches there.
 
-    stream: a CuPy stream, of the device that is current now; left out: a new non-blocking one.
-    Raises GraphError for the legacy default stream.
+    stream: in any form (see ``cupylora.use_stream``), of the device that is current now; left out:
+    a new non-blocking one. Raises GraphError for the legacy default stream, ArgumentError for what
+    is no stream.
     """
 
     def __init__(self, stream: Any = None) -> None:
@@ -139,7 +141,8 @@ class CudaRecorder(Recorder):
 
         self._cupy = cupy
         self._device = _Device(cupy.cuda.runtime)
-        self.stream = cupy.cuda.Stream(non_blocking=True) if stream is None else stream
+        new = cupy.cuda.Stream
+        self.stream = new(non_blocking=True) if stream is None else as_stream("stream", stream)
         handle = int(self.stream.ptr)
         if handle in (0, 1):
             raise GraphError(_LEGACY_ADVICE)

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
+from cupylora.interop.streams import as_stream
+
 __all__ = ["CudaFence", "DirectFence", "StepFence"]
 
 
@@ -50,7 +52,7 @@ class DirectFence(StepFence):
 
 
 class CudaFence(StepFence):
-    """An event behind each step on ``stream``; at most ``depth`` steps are under way.
+    """An event behind each step on ``stream``, in any form; at most ``depth`` steps are under way.
 
     A load asks and waits from its own thread while another one steps.
     """
@@ -59,7 +61,7 @@ class CudaFence(StepFence):
         import cupy
 
         super().__init__()
-        self._stream = stream
+        self._stream = as_stream("stream", stream)
         self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(depth)]
         self._running: deque[Any] = deque()
         self._lock = threading.RLock()

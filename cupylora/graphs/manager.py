@@ -128,7 +128,7 @@ class _Graph:
 class StepGraphs:
     """Serves steps of ``function`` over ``buffers``.
 
-    stream: CuPy's, where all steps go; left out: a new non-blocking one. A step and a capture
+    stream: in any form, where all steps go; left out: a new non-blocking one. A step and a capture
     exclude one another; either may be called from any thread. lock: the owner's, if it has one.
     Raises ArgumentError for buckets larger than the buffers, GraphError for the legacy default
     stream.

@@ -19,6 +19,8 @@ import numpy.typing as npt
 from cupylora.backend import ArrayBackend
 from cupylora.checks import INT32, check_array, check_int, check_max_loras
 from cupylora.errors import ArgumentError, CapacityError
+from cupylora.interop.convert import borrow
+from cupylora.interop.streams import as_stream
 from cupylora.text import counted
 from cupylora.worklists import Array
 
@@ -71,6 +73,7 @@ class SlotReader:
         exist, or what kind of array is needed; CapacityError for more than max_tokens tokens."""
         if not _is_host_slots(token_to_slot):
             name = "token_to_slot"
+            token_to_slot = borrow(name, token_to_slot, on_device=False)
             check_array(name, token_to_slot, dtype=INT32, shape=(None,), on_device=False)
         tokens = len(token_to_slot)
         if tokens > self.max_tokens:
@@ -133,7 +136,7 @@ class _PinnedStaging:
         self._addresses = [int(place.ctypes.data) for place in ring]
         self._copied = [cuda.Event(disable_timing=True) for _ in range(depth)]
         self._target, self._item, self._next = backend.address(target), item, 0
-        self._copy, self._stream = cuda.runtime.memcpyAsync, stream
+        self._copy, self._stream = cuda.runtime.memcpyAsync, as_stream("stream", stream)
         self._to_device = cuda.runtime.memcpyHostToDevice
 
     def send(self, slots: HostSlots, padded: int) -> None:
@@ -152,7 +155,8 @@ class _PinnedStaging:
 def make_staging(
     backend: ArrayBackend, target: Array, stream: Any, depth: int = STAGING_DEPTH
 ) -> SlotStaging:
-    """For ``target``, int32 [max_tokens] of ``backend``; copies go to CuPy's ``stream``."""
+    """For ``target``, int32 [max_tokens] of ``backend``; copies go to ``stream``, in any form."""
+    target = borrow("target", target, on_device=backend.on_device, written=True)
     check_array("target", target, dtype=INT32, shape=(None,), on_device=backend.on_device)
     if not backend.on_device:
         return _DirectStaging(target)

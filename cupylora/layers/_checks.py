@@ -10,6 +10,8 @@ import numpy as np
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_array, check_int, check_type
 from cupylora.errors import ArgumentError
+from cupylora.interop.convert import borrow
+from cupylora.interop.kinds import OWN_TYPES
 from cupylora.layers.plan import BatchPlan
 from cupylora.shapes import MAX_RANK
 from cupylora.worklists import Array
@@ -31,20 +33,27 @@ def check_sizes(max_tokens: Any, max_rank: Any) -> None:
 
 
 class ArrayChecks:
-    """``check_array`` for one layer: arrays of its dtype unless said otherwise, where it lives."""
+    """``check_array`` for one layer: arrays of its dtype unless said otherwise, where it lives.
+
+    Each returns the array to work with: a view of ours of one that is another library's.
+    """
 
     def __init__(self, backend: ArrayBackend, dtype: np.dtype[Any]) -> None:
         self._on_device, self._dtype = backend.on_device, dtype
 
     def read(
         self, name: str, array: Array, *shape: int | None, dtype: np.dtype[Any] | None = None
-    ) -> None:
+    ) -> Array:
         """``array`` is C-contiguous and of ``shape``."""
-        self._check(name, array, shape, dtype, writable=False)
+        return self._check(name, array, shape, dtype, writable=False)
 
-    def written(self, name: str, array: Array, *shape: int | None) -> None:
-        """The same, of the layer's dtype and writable."""
-        self._check(name, array, shape, None, writable=True)
+    def read_if(self, name: str, array: Array | None, *shape: int | None) -> Array | None:
+        """The same for one that may be left out."""
+        return None if array is None else self._check(name, array, shape, None, writable=False)
+
+    def written(self, name: str, array: Array, *shape: int | None) -> Array:
+        """The same as ``read``, of the layer's dtype and writable."""
+        return self._check(name, array, shape, None, writable=True)
 
     def _check(
         self,
@@ -54,7 +63,9 @@ class ArrayChecks:
         dtype: np.dtype[Any] | None,
         *,
         writable: bool,
-    ) -> None:
+    ) -> Array:
+        if type(array) not in OWN_TYPES:
+            array = borrow(name, array, on_device=self._on_device, written=writable)
         check_array(
             name,
             array,
@@ -63,6 +74,7 @@ class ArrayChecks:
             writable=writable,
             on_device=self._on_device,
         )
+        return array
 
 
 def check_plan(plan: BatchPlan, max_loras: int) -> None:

@@ -16,6 +16,8 @@ from cupylora.backend import ArrayBackend
 from cupylora.checks import check_int, check_slices, check_slot_entries, check_type
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
+from cupylora.interop.convert import borrow
+from cupylora.interop.kinds import is_foreign
 from cupylora.layers._checks import (
     ArrayChecks,
     check_items,
@@ -118,6 +120,7 @@ class DenseLora:
         self.workspace = workspace
         backend = workspace.backend
         count, on_device = len(self.modules), backend.on_device
+        entries = borrow("entries", entries, on_device=on_device)
         _, self.max_loras = check_slot_entries(
             "entries", entries, modules=count, on_device=on_device
         )
@@ -187,19 +190,14 @@ class DenseLora:
         """
         backend = self.workspace.backend
         backend.check_status()
-        self._check_batch(x, plan)
-        if hasattr(y, "dtype"):
-            self._check_fused(y, plan.num_tokens)
-            self._add(x, y, self._entries, self._fused, plan, plan_settled)
-            return
-        if not isinstance(y, list | tuple):
-            raise ArgumentError(
-                f"y is a {type(y).__name__}; an array, or a list or tuple of one per module, is "
-                "needed"
-            )
-        self._check_apart(y, plan.num_tokens)
-        for array, (entries, slices) in zip(y, self._apart, strict=True):
-            self._add(x, array, entries, slices, plan, plan_settled)
+        x = self._check_batch(x, plan)
+        if isinstance(y, list | tuple):
+            arrays = self._check_apart(y, plan.num_tokens)
+            for array, (entries, slices) in zip(arrays, self._apart, strict=True):
+                self._add(x, array, entries, slices, plan, plan_settled)
+        else:
+            fused = self._check_fused(y, plan.num_tokens)
+            self._add(x, fused, self._entries, self._fused, plan, plan_settled)
 
     def _add(
         self,
@@ -229,27 +227,35 @@ class DenseLora:
             plan_settled=plan_settled,
         )
 
-    def _check_batch(self, x: Array, plan: BatchPlan) -> None:
+    def _check_batch(self, x: Array, plan: BatchPlan) -> Array:
         check_plan(plan, self.max_loras)
         if plan.experts != 1 or plan.top_k != 1:
             raise ArgumentError(
                 f"plan is made for {plan.experts} experts and top-{plan.top_k}; a dense layer "
                 "needs one of a single expert"
             )
-        self._check.read("x", x, plan.num_tokens, self.in_features)
+        return self._check.read("x", x, plan.num_tokens, self.in_features)
 
-    def _check_fused(self, y: Array, tokens: int) -> None:
-        self._check.written("y", y, tokens, None)
+    def _check_fused(self, y: Array, tokens: int) -> Array:
+        if not is_foreign(y) and not hasattr(y, "dtype"):
+            raise ArgumentError(
+                f"y is a {type(y).__name__}; an array, or a list or tuple of one per module, is "
+                "needed"
+            )
+        y = self._check.written("y", y, tokens, None)
         if y.shape[1] < self._width:
             raise ArgumentError(
                 f"y has {y.shape[1]} columns; the modules' columns end at {self._width}"
             )
+        return y
 
-    def _check_apart(self, y: Sequence[Array], tokens: int) -> None:
+    def _check_apart(self, y: Sequence[Array], tokens: int) -> list[Array]:
         if len(y) != len(self.modules):
             raise ArgumentError(f"y has {len(y)} arrays; one per module, {len(self.modules)}")
-        for index, (array, module) in enumerate(zip(y, self.modules, strict=True)):
+        return [
             self._check.written(f"y[{index}]", array, tokens, module.out_features)
+            for index, (array, module) in enumerate(zip(y, self.modules, strict=True))
+        ]
 
 
 def _groups(model: ModelShape) -> str:

@@ -27,6 +27,7 @@ from cupylora.checks import (
 )
 from cupylora.dtypes import FLOAT32, resolve_dtype
 from cupylora.errors import ArgumentError
+from cupylora.interop.convert import borrow
 from cupylora.layers._checks import ArrayChecks, check_plan, check_sizes
 from cupylora.layers.plan import BatchPlan
 from cupylora.layers.workspace import Needs, Workspace, lora_needs
@@ -39,7 +40,7 @@ from cupylora.ops.lora_delta import lora_delta
 from cupylora.ops.lora_finalize import lora_finalize
 from cupylora.ops.permute_rows import permute_rows
 from cupylora.shapes import MAX_RANK, MoeShape
-from cupylora.worklists import Array, GemmProblems, LoraSlice
+from cupylora.worklists import Array, ArrayBundle, GemmProblems, LoraSlice
 
 __all__ = ["STAGES", "MoeLora", "MoeWeights", "moe_needs"]
 
@@ -61,7 +62,7 @@ _FIRST, _HIDDEN, _MODEL_WIDE, _TILES = "moe first", "moe hidden", "moe rows", "m
 
 
 @dataclass(frozen=True)
-class MoeWeights:
+class MoeWeights(ArrayBundle):
     """Base weights of the local experts, C-contiguous.
 
     gate_up: [E, first_width, H], its rows in the model's gate_up_layout (up alone if not gated).
@@ -108,6 +109,17 @@ def moe_needs(
         if backend.on_device:
             needs[_TILES] = (moe.experts + 1, INT32)
     return needs
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Checked operands of a whole block, all of them arrays of ours."""
+
+    x: Array
+    base: MoeWeights
+    topk_weights: Array
+    residual: Array | None
+    out: Array | None
 
 
 def _problem(field: str) -> str:
@@ -159,6 +171,7 @@ class MoeLora:
         self.dtype = resolve_dtype(dtype)
         self._backend = workspace.backend
         modules = len(moe.modules)
+        entries = borrow("entries", entries, on_device=self._backend.on_device)
         _, self.max_loras = check_slot_entries(
             "entries", entries, modules=modules, on_device=self._backend.on_device
         )
@@ -210,8 +223,8 @@ class MoeLora:
         self._start(plan)
         check_choice("x_rows", x_rows, ("token", "pair", "row"))
         length = plan.num_tokens if x_rows == "token" else plan.num_rows
-        self._check.read("x", x, length, self.moe.hidden)
-        self._check.written("y", y, plan.num_rows, self.moe.first_width)
+        x = self._check.read("x", x, length, self.moe.hidden)
+        y = self._check.written("y", y, plan.num_rows, self.moe.first_width)
         self._delta(x, y, plan, self._first, x_rows, y_rows, plan_settled)
 
     def activate(
@@ -230,12 +243,9 @@ class MoeLora:
         """
         self._start(plan)
         moe = self.moe
-        self._check.read("y", y, plan.num_rows, moe.first_width)
-        if bias is not None:
-            self._check.read("bias", bias, plan.experts, moe.first_width)
-        shape = (plan.num_rows, moe.intermediate)
-        result = self.workspace.view(_HIDDEN, shape) if out is None else out
-        self._check.written("out", result, *shape)
+        y = self._check.read("y", y, plan.num_rows, moe.first_width)
+        bias = self._check.read_if("bias", bias, plan.experts, moe.first_width)
+        result = self._hidden(plan, out)
         activation(
             y,
             kind=moe.activation,
@@ -248,7 +258,7 @@ class MoeLora:
             rows=rows,
             out=result,
         )
-        return result
+        return result if out is None else out
 
     def activate_with_delta(
         self,
@@ -271,15 +281,12 @@ class MoeLora:
         moe = self.moe
         check_choice("x_rows", x_rows, ("token", "pair", "row"))
         length = plan.num_tokens if x_rows == "token" else plan.num_rows
-        self._check.read("x", x, length, moe.hidden)
-        self._check.read("y", y, plan.num_rows, moe.first_width)
-        if bias is not None:
-            self._check.read("bias", bias, plan.experts, moe.first_width)
+        x = self._check.read("x", x, length, moe.hidden)
+        y = self._check.read("y", y, plan.num_rows, moe.first_width)
+        bias = self._check.read_if("bias", bias, plan.experts, moe.first_width)
         if plan.active == 0:
             return self.activate(y, plan, rows=rows, bias=bias, out=out)
-        shape = (plan.num_rows, moe.intermediate)
-        result = self.workspace.view(_HIDDEN, shape) if out is None else out
-        self._check.written("out", result, *shape)
+        result = self._hidden(plan, out)
         lora_activation(
             x,
             y,
@@ -300,7 +307,13 @@ class MoeLora:
             workspace=self.workspace.lora(),
             status=self._backend.status,
         )
-        return result
+        return result if out is None else out
+
+    def _hidden(self, plan: BatchPlan, out: Array | None) -> Array:
+        """Where the activated rows [R, I] go: ``out``, or the workspace's own array."""
+        shape = (plan.num_rows, self.moe.intermediate)
+        result = self.workspace.view(_HIDDEN, shape) if out is None else out
+        return self._check.written("out", result, *shape)
 
     def add_down(
         self,
@@ -315,8 +328,8 @@ class MoeLora:
         """Add down's delta to its base output ``y`` [R, H]; x: [R, I], as ``activate`` gave it."""
         self._start(plan)
         check_choice("x_rows", x_rows, ("pair", "row"))
-        self._check.read("x", x, plan.num_rows, self.moe.intermediate)
-        self._check.written("y", y, plan.num_rows, self.moe.hidden)
+        x = self._check.read("x", x, plan.num_rows, self.moe.intermediate)
+        y = self._check.written("y", y, plan.num_rows, self.moe.hidden)
         self._delta(x, y, plan, self._down, x_rows, y_rows, plan_settled)
 
     def finalize(
@@ -336,14 +349,13 @@ class MoeLora:
         residual, out: [T, H], may be one array; out is allocated if left out.
         """
         self._start(plan)
-        self._check.read("y", y, plan.num_rows, self.moe.hidden)
-        self._check_sum(topk_weights, plan, residual, out)
-        if bias is not None:
-            self._check.read("bias", bias, plan.experts, self.moe.hidden)
+        y = self._check.read("y", y, plan.num_rows, self.moe.hidden)
+        topk_weights, residual, target = self._check_sum(topk_weights, plan, residual, out)
+        bias = self._check.read_if("bias", bias, plan.experts, self.moe.hidden)
         result: Array = finalize(
-            y, topk_weights, plan.routing, y_rows=rows, bias=bias, residual=residual, out=out
+            y, topk_weights, plan.routing, y_rows=rows, bias=bias, residual=residual, out=target
         )
-        return result
+        return result if out is None else out
 
     def finalize_with_delta(
         self,
@@ -367,11 +379,10 @@ class MoeLora:
         self._start(plan)
         moe = self.moe
         check_choice("x_rows", x_rows, ("pair", "row"))
-        self._check.read("x", x, plan.num_rows, moe.intermediate)
-        self._check.read("y", y, plan.num_rows, moe.hidden)
-        self._check_sum(topk_weights, plan, residual, out)
-        if bias is not None:
-            self._check.read("bias", bias, plan.experts, moe.hidden)
+        x = self._check.read("x", x, plan.num_rows, moe.intermediate)
+        y = self._check.read("y", y, plan.num_rows, moe.hidden)
+        topk_weights, residual, target = self._check_sum(topk_weights, plan, residual, out)
+        bias = self._check.read_if("bias", bias, plan.experts, moe.hidden)
         if plan.active == 0:
             return self.finalize(
                 y, topk_weights, plan, rows=rows, bias=bias, residual=residual, out=out
@@ -389,11 +400,11 @@ class MoeLora:
             y_rows=rows,
             bias=bias,
             residual=residual,
-            out=out,
+            out=target,
             workspace=self.workspace.lora(),
             status=self._backend.status,
         )
-        return result
+        return result if out is None else out
 
     def forward(
         self,
@@ -411,13 +422,15 @@ class MoeLora:
     ) -> Array:
         """The whole block for a batch: ``plan.update`` with ``active``, then ``apply``."""
         self._check_plan(plan)
+        token_to_slot = self._ours("token_to_slot", token_to_slot)
         check_array("token_to_slot", token_to_slot, shape=(None,))
         tokens = int(token_to_slot.shape[0])
-        self._check_block(x, topk_weights, base, plan, tokens, residual, out)
+        block = self._check_block(x, topk_weights, base, plan, tokens, residual, out)
         plan.update(token_to_slot, topk_ids, active=active)
         if lap is not None:
             lap("route")
-        return self.apply(x, topk_weights, base, plan, residual=residual, out=out, lap=lap)
+        result = self._apply(block, plan, lap)
+        return result if out is None else out
 
     def apply(
         self,
@@ -437,7 +450,12 @@ class MoeLora:
         rounded to the layer's dtype: after each GEMM, delta and the activation.
         """
         self._start(plan)
-        self._check_block(x, topk_weights, base, plan, plan.num_tokens, residual, out)
+        block = self._check_block(x, topk_weights, base, plan, plan.num_tokens, residual, out)
+        result = self._apply(block, plan, lap)
+        return result if out is None else out
+
+    def _apply(self, block: _Block, plan: BatchPlan, lap: Lap | None) -> Array:
+        x, base = block.x, block.base
         done = lap or (lambda _: None)
         first, wide = self.outputs(plan)
         permute_rows(x, plan.routing, out=wide)
@@ -454,12 +472,12 @@ class MoeLora:
         done("down delta")
         result = self.finalize(
             wide,
-            topk_weights,
+            block.topk_weights,
             plan,
             rows="row",
             bias=base.down_bias,
-            residual=residual,
-            out=out,
+            residual=block.residual,
+            out=block.out,
         )
         done("finalize")
         return result
@@ -532,6 +550,9 @@ class MoeLora:
                 f"{self.moe.experts} experts and top-{self.moe.top_k}"
             )
 
+    def _ours(self, name: str, value: Any) -> Any:
+        return borrow(name, value, on_device=self._backend.on_device)
+
     def _check_block(
         self,
         x: Array,
@@ -541,19 +562,16 @@ class MoeLora:
         tokens: int,
         residual: Array | None,
         out: Array | None,
-    ) -> None:
-        moe, experts = self.moe, plan.experts
+    ) -> _Block:
+        moe, experts, check = self.moe, plan.experts, self._check
         check_type("base", base, MoeWeights)
-        self._check.read("x", x, tokens, moe.hidden)
-        self._check.read("base.gate_up", base.gate_up, experts, moe.first_width, moe.hidden)
-        self._check.read("base.down", base.down, experts, moe.hidden, moe.intermediate)
-        for name, bias, width in (
-            ("base.gate_up_bias", base.gate_up_bias, moe.first_width),
-            ("base.down_bias", base.down_bias, moe.hidden),
-        ):
-            if bias is not None:
-                self._check.read(name, bias, experts, width)
-        self._check_sum(topk_weights, plan, residual, out, tokens)
+        base = self._ours("base", base)
+        x = check.read("x", x, tokens, moe.hidden)
+        check.read("base.gate_up", base.gate_up, experts, moe.first_width, moe.hidden)
+        check.read("base.down", base.down, experts, moe.hidden, moe.intermediate)
+        check.read_if("base.gate_up_bias", base.gate_up_bias, experts, moe.first_width)
+        check.read_if("base.down_bias", base.down_bias, experts, moe.hidden)
+        return _Block(x, base, *self._check_sum(topk_weights, plan, residual, out, tokens))
 
     def _check_sum(
         self,
@@ -562,10 +580,13 @@ class MoeLora:
         residual: Array | None,
         out: Array | None,
         tokens: int | None = None,
-    ) -> None:
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Weights, residual and out to work with."""
         tokens = plan.num_tokens if tokens is None else tokens
-        self._check.read("topk_weights", topk_weights, tokens, self.moe.top_k, dtype=FLOAT32)
-        if residual is not None:
-            self._check.read("residual", residual, tokens, self.moe.hidden)
+        weights = self._check.read(
+            "topk_weights", topk_weights, tokens, self.moe.top_k, dtype=FLOAT32
+        )
+        residual = self._check.read_if("residual", residual, tokens, self.moe.hidden)
         if out is not None:
-            self._check.written("out", out, tokens, self.moe.hidden)
+            out = self._check.written("out", out, tokens, self.moe.hidden)
+        return weights, residual, out

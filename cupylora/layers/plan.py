@@ -9,6 +9,7 @@ lets them share it). In: ``token_to_slot`` and ``topk_ids``. Out: Routing and Se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from cupylora.checks import (
     check_type,
 )
 from cupylora.errors import ArgumentError, CapacityError
+from cupylora.interop.convert import borrow
 from cupylora.ops.build_segments import build_segments
 from cupylora.ops.plan import plan, plan_workspace_bytes
 from cupylora.shapes import MAX_EXPERTS, MAX_RANK
@@ -174,13 +176,13 @@ class BatchPlan:
         CapacityError for more than max_tokens tokens.
         """
         self.backend.check_status()
-        tokens = self._check_slots(token_to_slot)
+        token_to_slot, tokens = self._check_slots(token_to_slot)
         if active is not None:
             active = check_int("active", active, 0)
         if topk_ids is None and self._all_to_one is None:
             raise ArgumentError(f"topk_ids is missing; a plan of {self.experts} experts needs them")
         lists = self._of(tokens, active)
-        ids = lists.all_to_one if topk_ids is None else topk_ids
+        ids = lists.all_to_one if topk_ids is None else self._ours("topk_ids", topk_ids)
         shape = (tokens, self.top_k)
         check_array("topk_ids", ids, dtype=INT32, shape=shape, on_device=self.backend.on_device)
         if active == 0 and not self.backend.on_device and (token_to_slot >= 0).any():
@@ -212,6 +214,7 @@ class BatchPlan:
         self.backend.check_status()
         if not self.any_order:
             raise ArgumentError("this plan has room for its own order only; make it with any_order")
+        routing = self._ours("routing", routing)
         check_routing(routing, on_device=self.backend.on_device)
         for field, needed in (
             ("num_experts", self.experts),
@@ -222,7 +225,7 @@ class BatchPlan:
             got = getattr(routing, field)
             if got != needed:
                 raise ArgumentError(f"routing.{field} is {got}; this plan's is {needed}")
-        tokens = self._check_slots(token_to_slot)
+        token_to_slot, tokens = self._check_slots(token_to_slot)
         if routing.num_tokens != tokens:
             raise ArgumentError(
                 f"routing.num_tokens is {routing.num_tokens}; token_to_slot has {tokens}"
@@ -245,15 +248,20 @@ class BatchPlan:
         """No batch, until the lists that are written from here on are complete."""
         self._batch, self._why_empty = None, _FAILED
 
-    def _check_slots(self, token_to_slot: Array) -> int:
+    def _ours(self, name: str, value: Any) -> Any:
+        return borrow(name, value, on_device=self.backend.on_device)
+
+    def _check_slots(self, token_to_slot: Array) -> tuple[Array, int]:
+        """The array to work with, and its number of tokens."""
         on_device = self.backend.on_device
+        token_to_slot = self._ours("token_to_slot", token_to_slot)
         check_array("token_to_slot", token_to_slot, dtype=INT32, shape=(None,), on_device=on_device)
         tokens = int(token_to_slot.shape[0])
         if tokens > self.max_tokens:
             raise CapacityError(
                 f"token_to_slot has {tokens} tokens; this plan has room for {self.max_tokens}"
             )
-        return tokens
+        return token_to_slot, tokens
 
     def _make_scratch(self, rows: int) -> Array | None:
         if not self.backend.on_device:

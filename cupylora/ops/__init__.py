@@ -3,6 +3,14 @@
 Each takes NumPy arrays (computed by its twin in ``cupylora.reference``) or device arrays (computed
 by our kernels on CuPy's current stream), with the same arguments and results. ``out=`` and
 ``workspace=`` arguments let a caller own all memory; with them given no op allocates.
+
+Arrays may be those of any library that has ``__dlpack__`` or ``__cuda_array_interface__``, and
+:class:`~cupylora.interop.view.ArrayView` for bare addresses: they are used where they are, never
+copied. The first argument says whether all are in host or in device memory. What an op allocates is
+NumPy's or CuPy's; an ``out`` comes back as it was given. Work waits for what a producer's stream
+has enqueued on an array; what we write is there in the order of the current stream
+(``cupylora.use_stream``). A producer's memory is kept until the work given it is over; a graph
+that a host captures holds addresses only, so the host keeps the arrays as long as the graph.
 """
 
 from cupylora.ops.activation import activation

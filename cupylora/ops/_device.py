@@ -1,15 +1,18 @@
 """What every device op needs: dispatch to its NumPy twin, outputs, and launches on CuPy's stream.
 
 An op is written once for the device and bound to its twin by :func:`device_op`, which also gives it
-the twin's signature and docstring. Host arrays go to the twin, device arrays to the kernels.
+the twin's signature and docstring. Host arrays go to the twin, device arrays to the kernels; where
+the first argument is decides. Arrays of other libraries become views of ours on the way in, so that
+neither side sees any.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -20,7 +23,9 @@ from cupylora.compiler.kernel import Dim3, Kernel, Launch
 from cupylora.compiler.loader import load_kernel
 from cupylora.dtypes import dtype_name
 from cupylora.errors import ArgumentError, CapacityError, GraphError
-from cupylora.worklists import Array, GemmProblems, Routing
+from cupylora.interop.convert import borrow, lives_on_device
+from cupylora.interop.kinds import all_own
+from cupylora.worklists import Array, ArrayBundle, GemmProblems, Routing
 
 __all__ = [
     "GEMM_PROBLEMS",
@@ -31,6 +36,7 @@ __all__ = [
     "current_device",
     "device_op",
     "enqueue",
+    "host_op",
     "in_capture",
     "is_hopper",
     "kernel_dtype",
@@ -50,6 +56,9 @@ _HOPPER = 9
 _FIRST_DEPENDENT_LAUNCH = 90
 """Compute capability from which a kernel may wait for its predecessor itself."""
 
+_WRITTEN = frozenset({"out", "status", "tile_start", "workspace"})
+"""Arguments that any op which takes them writes."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -57,14 +66,25 @@ GEMM_PROBLEMS = "bytes88"
 """The parameter type of a GemmProblems list with its count (gemm/problems.cuh)."""
 
 
-def device_op(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a device function the public op whose NumPy twin is ``twin``."""
+def device_op(
+    twin: Callable[P, R], *, writes: Sequence[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a device function the public op whose NumPy twin is ``twin``.
+
+    writes: arguments that it writes beside ``out``, scratch and the error-flag word.
+    """
 
     def bind(device: Callable[P, R]) -> Callable[P, R]:
+        signature, written = inspect.signature(twin), _WRITTEN.union(writes)
+
         @functools.wraps(twin)
         def op(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not (all_own(args) and all_own(kwargs.values())):
+                return _call_with_foreign(op, signature, written, args, kwargs)
             first: Any = args[0] if args else next(iter(kwargs.values()), None)
-            return device(*args, **kwargs) if _lives_on_device(first) else twin(*args, **kwargs)
+            if hasattr(type(first), "__cuda_array_interface__") or _lives_on_device(first):
+                return device(*args, **kwargs)
+            return twin(*args, **kwargs)
 
         op.__module__ = device.__module__
         return op
@@ -72,10 +92,55 @@ def device_op(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]
     return bind
 
 
-def _lives_on_device(value: Any) -> bool:
-    if dataclasses.is_dataclass(value):
-        value = getattr(value, dataclasses.fields(value)[0].name)
-    return is_on_device(value)
+def _as_bytes(array: Any) -> Any:
+    """Scratch is bytes of either sign: cuda.core exports a Buffer as int8."""
+    return array.view(np.uint8) if getattr(array, "dtype", None) == np.int8 else array
+
+
+def _lives_on_device(first: Any) -> bool:
+    """Of an argument that is known to be ours."""
+    if isinstance(first, ArrayBundle):
+        first = next(iter(first.__dict__.values()))
+    return is_on_device(first)
+
+
+def host_op(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function of host arrays a public op."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def op(*args: P.args, **kwargs: P.kwargs) -> R:
+        if all_own(args) and all_own(kwargs.values()):
+            return function(*args, **kwargs)
+        return _call_with_foreign(function, signature, _WRITTEN, args, kwargs, on_device=False)
+
+    return op
+
+
+def _call_with_foreign(
+    function: Callable[..., R],
+    signature: inspect.Signature,
+    written: frozenset[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    on_device: bool | None = None,
+) -> R:
+    """Call with views of ours; an ``out`` comes back as it was given."""
+    given = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+    if len(given) < len(args) + len(kwargs):
+        signature.bind(*args, **kwargs)  # raises TypeError: too many, or one given twice
+    if on_device is None:
+        on_device = lives_on_device(*next(iter(given.items())))
+    taken = {
+        name: borrow(name, value, on_device=on_device, written=name in written)
+        for name, value in given.items()
+    }
+    if "workspace" in taken:
+        taken["workspace"] = _as_bytes(taken["workspace"])
+    result = function(**taken)
+    out = given.get("out")
+    return result if out is None or taken["out"] is out else out
 
 
 def output(name: str, out: Any, shape: tuple[int, ...], dtype: Any, *, zero: bool = False) -> Array:

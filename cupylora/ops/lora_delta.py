@@ -24,7 +24,7 @@ from cupylora.worklists import Array, LoraSlice, Routing, Segments
 __all__ = ["MAX_SLICES", "LoraSlice", "lora_delta", "lora_workspace_bytes"]
 
 
-@device_op(reference.lora_delta)
+@device_op(reference.lora_delta, writes=("y",))
 def lora_delta(
     x: Array,
     y: Array,

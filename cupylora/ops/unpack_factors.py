@@ -25,7 +25,7 @@ _SOURCE_ALIGNMENT = 2
 _TYPES = ("ptr",) * 4
 
 
-@device_op(reference.unpack_factors)
+@device_op(reference.unpack_factors, writes=("target", "fault"))
 def unpack_factors(
     source: Array,
     pieces: Array,

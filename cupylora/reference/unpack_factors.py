@@ -18,10 +18,13 @@ from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.worklists import FACTOR_PIECE, FACTOR_PIECE_BYTES, Array
 
-__all__ = ["MOST_PIECES", "SOURCE_TYPES", "unpack_factors"]
+__all__ = ["MOST_PIECES", "PIECE_ELEMENTS", "SOURCE_TYPES", "unpack_factors"]
 
 MOST_PIECES = 65_535
 """Records of one call: what the second dimension of a grid can have."""
+
+PIECE_ELEMENTS = 1 << 16
+"""Of a record, at most, where a tensor is cut: what a few blocks of threads do."""
 
 SOURCE_TYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32)
