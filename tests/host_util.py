@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from emulator.build import Builder
-from emulator.device import _EVERY_THREAD_WAITS, _ONE_BYTE_PROGRAMS, _READ_UNSET, Schedule
+from emulator.device import EVERY_THREAD_WAITS, ONE_BYTE_PROGRAMS, READ_UNSET, Schedule
 
 from cupylora.compiler.arch import supports
 from cupylora.compiler.programs import PROGRAMS, find_program
@@ -177,9 +177,9 @@ class FakeDriver:
             if self.builder and program in self.builder.built:
                 library = str(self.builder.library(find_program(program)))
             flags = (
-                program.startswith(_EVERY_THREAD_WAITS),
-                program.startswith(_READ_UNSET),
-                program not in _ONE_BYTE_PROGRAMS,
+                program.startswith(EVERY_THREAD_WAITS),
+                program.startswith(READ_UNSET),
+                program not in ONE_BYTE_PROGRAMS,
             )
             for name, mangled in item.lowered.items():
                 places = described().functions[function_of(item.program, name)]
