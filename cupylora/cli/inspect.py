@@ -20,12 +20,12 @@ from cupylora import __version__
 from cupylora.adapters.inspection import MAX_BYTES, Held, Inspection, inspect_adapter
 from cupylora.adapters.pack_file import Pack, is_pack, read_pack
 from cupylora.cli._console import OutputConsole
+from cupylora.cli._options import dtype_option, max_rank_option
 from cupylora.cli._pack_report import pack_record, print_pack
 from cupylora.cli._record_file import as_json, check_writable, write_record
 from cupylora.cli._streams import echo
-from cupylora.dtypes import DTYPES
 from cupylora.files import named
-from cupylora.shapes import MAX_RANK, PRESETS, load_model
+from cupylora.shapes import PRESETS, load_model
 from cupylora.text import byte_size, counted, shown
 
 __all__ = ["command"]
@@ -45,21 +45,8 @@ _STDOUT = Path("-")
     "Without it, DIR's tensors are listed by the pattern of their names, and only what is wrong "
     "with any model is found.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(list(DTYPES)),
-    default="bfloat16",
-    show_default=True,
-    help="What the device keeps weights in.",
-)
-@click.option(
-    "--max-rank",
-    type=click.IntRange(1, MAX_RANK),
-    default=MAX_RANK,
-    show_default=True,
-    metavar="R",
-    help="Your runtime's limit.",
-)
+@dtype_option
+@max_rank_option
 @click.option(
     "--max-bytes",
     type=click.IntRange(min=0),

@@ -13,9 +13,9 @@ import click
 from cupylora.adapters.pack_file import write_pack
 from cupylora.adapters.peft import read_adapter
 from cupylora.cli._named_folder import named_folder
+from cupylora.cli._options import dtype_option, max_rank_option
 from cupylora.cli._pack_report import print_pack
-from cupylora.dtypes import DTYPES
-from cupylora.shapes import MAX_RANK, PRESETS, load_model
+from cupylora.shapes import PRESETS, load_model
 
 __all__ = ["command"]
 
@@ -35,21 +35,8 @@ __all__ = ["command"]
     metavar="FILE",
     help="What to write; a file there is replaced.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(list(DTYPES)),
-    default="bfloat16",
-    show_default=True,
-    help="What the device keeps weights in.",
-)
-@click.option(
-    "--max-rank",
-    type=click.IntRange(1, MAX_RANK),
-    default=MAX_RANK,
-    show_default=True,
-    metavar="R",
-    help="Larger ranks are refused.",
-)
+@dtype_option
+@max_rank_option
 def command(adapters: Sequence[str], model: str, out: Path, dtype: str, max_rank: int) -> None:
     """Write adapters to FILE as the device keeps them.
 
