@@ -51,10 +51,15 @@ K_ORDER = source_text("lora/k_order.cuh")
 CLUSTER = source_text("lora/cluster.cu")
 RING = "\n".join(source_text(f"lora/{n}") for n in ("ring_layout.cuh", "ring.cu"))
 STRUCTS = "\n".join(source_text(f"lora/{n}.cuh") for n in ("slot_entry", "items"))
+TUNING = {
+    name: int(value)
+    for name, value in re.findall(r"#define (\w+) (\d+)", source_text("lora/tuning.cuh"))
+}
 NAMES = constants(
     "\n".join(source_text(f"{n}.cuh") for n in ("ptx/types", "lora/operands", "lora/slow_path"))
     + K_ORDER
-    + STRUCTS
+    + STRUCTS,
+    **TUNING,
 )
 
 
@@ -499,7 +504,7 @@ def test_shared_memory_of_the_cluster_kernel(max_rank: int) -> None:
 def ring_share(work: Workload, rank: int) -> dict[str, int]:
     """RankShare of an adapter of ``rank``, in the instance that serves ``work``."""
     text = body(RING, "struct RankShare")
-    names: dict[str, Any] = {"MT": int(_lora_fused._rank_tiles(work)), "rank": rank}
+    names: dict[str, Any] = {**TUNING, "MT": int(_lora_fused._rank_tiles(work)), "rank": rank}
     made = assign(body(text, "explicit RankShare(i32 rank)"), names)
     return {**made, **methods(text, {**names, **made})}
 

@@ -6,9 +6,10 @@
 #   times       tools/measure.py, tools/measure_graphs.py, tools/measure_loading.py, and what an
 #               enqueue costs in C++ (needs g++)
 #   bench       cupylora bench over SUITE (default all); beside the peers if PEERS is set
+#   tune        tools/tune_kernels.py for TUNE_SECONDS (default 300)
 # Logs go to OUT; a short summary is printed. WORKERS: processes at a time (default 8).
 set -uo pipefail
-part=${1:?tests, sanitizers, times or bench} out=${2:?a folder for logs}
+part=${1:?tests, sanitizers, times, bench or tune} out=${2:?a folder for logs}
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
 export PYTHONPATH="$PWD:$PWD/tools" WORKERS="${WORKERS:-8}"
@@ -76,6 +77,10 @@ case $part in
     compile_all
     python3 -c 'from cupylora.cli import main; main()' bench --suite "${SUITE:-all}" \
       --json "$out/bench.json" ${PEERS:+--peers "$PEERS"} 2>&1 | tee "$out/bench.txt"
+    ;;
+  tune)
+    python3 tools/tune_kernels.py --seconds "${TUNE_SECONDS:-300}" --json "$out/tune.json" 2>&1 |
+      tee "$out/tune.txt"
     ;;
   *)
     echo "unknown part $part" >&2

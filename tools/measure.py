@@ -347,51 +347,16 @@ def _dense_entries(loras: int, rank: int, width: int, seed: int) -> tuple[Any, l
     return cupy.asarray(table.view(np.uint8).reshape(1, loras, -1)), factors
 
 
-def behind_rows() -> list[tuple[str, ...]]:
-    """What a dense delta (4096 by 4096, rank 16) adds behind a library GEMM that makes its y; the
-    GEMM is torch's, whose library calls can be captured."""
-    import torch
-    from peers_adaptor import as_cupy, on_torch_stream
+BEHIND_WIDTH, BEHIND_RANK, BEHIND_LORAS, BEHIND_SETS = 4096, 16, 16, 8
 
-    width, rank, loras, sets = 4096, 16, 16, 8
-    weights = [
-        torch.randn(width, width, device="cuda", dtype=torch.float16) / width**0.5
-        for _ in range(sets)
-    ]
-    tables = [_dense_entries(loras, rank, width, 100 + 2 * i) for i in range(sets)]
+
+def behind_rows() -> list[tuple[str, ...]]:
+    """What a dense delta (4096 by 4096, rank 16) adds behind a library GEMM that makes its y."""
     rows = []
     for tokens, active in ((1, 1), (8, 4), (32, 16)):
-        slots = cupy.arange(tokens, dtype=np.int32) % active
-        routing, segments = ops.plan(
-            cupy.zeros((tokens, 1), np.int32),
-            slots,
-            num_experts=1,
-            max_loras=loras,
-            tile_rows=choose_tile_rows(tokens, 1),
-        )
-        gemms: list[Callable[[], Any]] = []
-        both: list[Callable[[], Any]] = []
-        for weight, (table, _) in zip(weights, tables, strict=True):
-            x = torch.randn(tokens, width, device="cuda", dtype=torch.float16)
-            y = torch.empty(tokens, width, device="cuda", dtype=torch.float16)
-            gemm = partial(torch.matmul, x, weight.t(), out=y)
-            delta = partial(
-                ops.lora_delta,
-                as_cupy(x, np.float16),
-                as_cupy(y, np.float16),
-                segments,
-                routing,
-                table,
-                [LoraSlice(width)],
-                in_features=width,
-                max_rank=rank,
-                max_active=active,
-                plan_settled=True,
-            )
-            gemms.append(gemm)
-            both += [gemm, on_torch_stream(delta)]
-        alone = _torch_graph_us(gemms)
-        together = 2 * _torch_graph_us(both)
+        gemms, both, _ = behind_calls(tokens, active)
+        alone = torch_graph_us(gemms)
+        together = 2 * torch_graph_us(both)
         rows.append(
             (
                 f"behind a GEMM, T={tokens}, {active} adapters",
@@ -402,7 +367,56 @@ def behind_rows() -> list[tuple[str, ...]]:
     return rows
 
 
-def _torch_graph_us(calls: Sequence[Callable[[], Any]], replays: int = 21) -> float:
+def behind_calls(
+    tokens: int, active: int
+) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]], list[Any]]:
+    """GEMMs over rotating sets, the same each with a dense delta on its output behind it, and the
+    outputs; the GEMM is torch's, whose library calls can be captured."""
+    import torch
+    from peers_adaptor import as_cupy, on_torch_stream
+
+    width = BEHIND_WIDTH
+    slots = cupy.arange(tokens, dtype=np.int32) % active
+    routing, segments = ops.plan(
+        cupy.zeros((tokens, 1), np.int32),
+        slots,
+        num_experts=1,
+        max_loras=BEHIND_LORAS,
+        tile_rows=choose_tile_rows(tokens, 1),
+    )
+    cupy.cuda.get_current_stream().synchronize()  # torch's stream does not wait for it
+    gemms: list[Callable[[], Any]] = []
+    both: list[Callable[[], Any]] = []
+    outputs: list[Any] = []
+    for number in range(BEHIND_SETS):
+        weight = torch.randn(width, width, device="cuda", dtype=torch.float16) / width**0.5
+        table, factors = _dense_entries(BEHIND_LORAS, BEHIND_RANK, width, 100 + 2 * number)
+        x = torch.randn(tokens, width, device="cuda", dtype=torch.float16)
+        y = torch.empty(tokens, width, device="cuda", dtype=torch.float16)
+        gemm = partial(torch.matmul, x, weight.t(), out=y)
+        delta = partial(
+            ops.lora_delta,
+            as_cupy(x, np.float16),
+            as_cupy(y, np.float16),
+            segments,
+            routing,
+            table,
+            [LoraSlice(width)],
+            in_features=width,
+            max_rank=BEHIND_RANK,
+            max_active=active,
+            plan_settled=True,
+        )
+        call = on_torch_stream(delta)
+        call.factors = factors  # type: ignore[attr-defined] # the table only points at them
+        gemms.append(gemm)
+        both += [gemm, call]
+        outputs.append(y)
+    cupy.cuda.get_current_stream().synchronize()
+    return gemms, both, outputs
+
+
+def torch_graph_us(calls: Sequence[Callable[[], Any]], replays: int = 21) -> float:
     """``graph_us`` for calls on torch's current stream."""
     import torch
 

@@ -36,7 +36,7 @@ struct ClusterShape {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   static constexpr int kBlocksPerSm = 1;  // its shared memory holds no second one
 #else
-  static constexpr int kBlocksPerSm = MT == 1 ? 2 : 1;
+  static constexpr int kBlocksPerSm = MT == 1 && STAGES <= 2 ? 2 : 1;
 #endif
 };
 
@@ -47,14 +47,22 @@ struct ChunkStage {
   uint4 x[2];
 };
 
+// Whether rank tile mt of an instance for MT of them is none of the adapter's `tiles`, and not to
+// be touched.
+template <int MT>
+__device__ __forceinline__ bool passes_over(i32 mt, i32 tiles) {
+  return CLUSTER_OWN_TILES != 0 && MT > 1 && mt > 0 && mt >= tiles;
+}
+
 // Fills a stage's A operands from `load(row, piece of the chunk)`.
 template <int MT, typename Load>
-__device__ __forceinline__ void each_a_piece(ChunkStage<MT>& s, const Load& load) {
+__device__ __forceinline__ void each_a_piece(ChunkStage<MT>& s, i32 tiles, const Load& load) {
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
+      if (passes_over<MT>(mt, tiles)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         s.a[u][mt][half] = load(mt * kRankTile + half * 8 + g, u * 4 + t);
@@ -179,11 +187,11 @@ struct ClusterCta {
   // One branch for all of a chunk's loads, so that they leave together.
   __device__ __forceinline__ void load_a(ChunkStage<MT>& s, i32 chunk) const {
     if (a.vector()) {
-      each_a_piece<MT>(s, [&](i32 row, i32 index) {
+      each_a_piece<MT>(s, rank_tiles, [&](i32 row, i32 index) {
         return a.load_vector(chunk < 0 ? rank : row, max_int(chunk, 0), index);
       });
     } else {
-      each_a_piece<MT>(s, [&](i32 row, i32 index) {
+      each_a_piece<MT>(s, rank_tiles, [&](i32 row, i32 index) {
         return a.gather(chunk < 0 ? rank : row, max_int(chunk, 0), index);
       });
     }
@@ -235,6 +243,7 @@ struct ClusterCta {
           const uint4 x = stages[d].x[u];
 #pragma unroll
           for (int mt = 0; mt < MT; ++mt) {
+            if (passes_over<MT>(mt, rank_tiles)) continue;
             const uint4 top = stages[d].a[u][mt][0], bottom = stages[d].a[u][mt][1];
             mma_16816<T>(acc[mt], top.x, bottom.x, top.y, bottom.y, x.x, x.y);
             mma_16816<T>(acc[mt], top.z, bottom.z, top.w, bottom.w, x.z, x.w);
@@ -252,6 +261,7 @@ struct ClusterCta {
     float* out = cells + cell * Shape::kBlock;
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
+      if (passes_over<MT>(mt, rank_tiles)) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         out[(2 * t + (e & 1)) * kPitch + mt * kRankTile + g + (e >> 1) * 8] = acc[mt][e];
@@ -343,6 +353,7 @@ struct ClusterCta {
         const i32 column = (first_tile + i * kWarps) * kColumnTile + 2 * g;
 #pragma unroll
         for (int s = 0; s < MT; ++s) {
+          if (passes_over<MT>(s, rank_tiles)) continue;
           const i32 k = s * kRankStep + 4 * t;
           const bool valid = k < rank && column < columns.count;
           const u32 p = b_shared + (column * rank + k) * 2;
@@ -444,6 +455,9 @@ __global__ void __launch_bounds__(kThreads, ClusterShape<MT, STAGES>::kBlocksPer
   __shared__ __align__(8) u64 barriers[3];
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i32 size = static_cast<i32>(cluster_size()), rank_in = static_cast<i32>(cluster_rank());
+  if (LISTS_PREFETCH != 0) {
+    prefetch_lists(args, static_cast<i32>(cluster_index()), threadIdx.x, kThreads);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3; ++i) mbarrier_init(shared_address(&barriers[i]), 1);
     fence_mbarrier_init();

@@ -64,6 +64,27 @@ __device__ __forceinline__ void store4_if(void* address, u32 v, bool valid) {
       : "memory");
 }
 
+__device__ __forceinline__ void store8_if(void* address, uint2 v, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "@p st.global.v2.u32 [%0], {%1, %2};\n"
+      "}\n" ::"l"(address),
+      "r"(v.x), "r"(v.y), "r"(static_cast<u32>(valid))
+      : "memory");
+}
+__device__ __forceinline__ void store16_if(void* address, uint4 v, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
+      "}\n" ::"l"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<u32>(valid))
+      : "memory");
+}
+
 __device__ __forceinline__ uint2 load8_if(const void* address, bool valid) {
   uint2 v;
   asm volatile(
@@ -82,6 +103,10 @@ __device__ __forceinline__ uint2 load8_if(const void* address, bool valid) {
 // Brings the 128-byte line of an address into the L2.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));
+}
+
+__device__ __forceinline__ void prefetch_line_to_stay(const void* address) {
+  asm volatile("prefetch.global.L2::evict_last [%0];\n" ::"l"(address));
 }
 
 // Programmatic dependent launch (from sm_90 on; elsewhere a kernel starts when all before it is
@@ -158,4 +183,26 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared));
+}
+
+// What is streamed through once leaves the L2 first.
+__device__ __forceinline__ u64 evict_first_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy16_async_if(u32 shared, const void* global, bool valid,
+                                                u64 policy) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %3;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(static_cast<u32>(valid)), "l"(policy));
+}
+__device__ __forceinline__ void store16_streaming(void* global, const uint4& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(global), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
 }

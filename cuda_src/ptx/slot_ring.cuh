@@ -132,25 +132,3 @@ __device__ __forceinline__ void copy16_async_ahead_if(u32 shared, const void* gl
       "}\n" ::"r"(shared),
       "l"(global), "r"(bytes), "r"(static_cast<u32>(valid)));
 }
-
-// What is streamed through once leaves the L2 first.
-__device__ __forceinline__ u64 evict_first_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void copy16_async_if(u32 shared, const void* global, bool valid,
-                                                u64 policy) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %3;\n"
-      "}\n" ::"r"(shared),
-      "l"(global), "r"(static_cast<u32>(valid)), "l"(policy));
-}
-__device__ __forceinline__ void store16_streaming(void* global, const uint4& v) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(global), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}

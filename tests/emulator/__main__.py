@@ -10,7 +10,10 @@ from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kernel_forms import DEFINES, SHIPPED, find_form, installed
 
 from .build import missing_tools
 from .device import Device
@@ -25,6 +28,7 @@ from .lora_cases import HOSTILE, KERNELS, check, draw
 @click.option("--hostile", type=click.Choice(HOSTILE), help="Only such batches.")
 @click.option("--crowded", is_flag=True, help="Many small groups in few large clusters.")
 @click.option("--small", is_flag=True, help="Fewer features.")
+@click.option("--define", "defines", multiple=True, help="NAME=VALUE of lora/tuning.cuh.")
 @click.option("--strict-push", is_flag=True, help="st.async orders its own bytes and no more.")
 def main(
     seconds: float,
@@ -34,13 +38,18 @@ def main(
     hostile: str | None,
     crowded: bool,
     small: bool,
+    defines: tuple[str, ...],
     strict_push: bool,
 ) -> None:
     """Run drawn batches on the emulated device; a failure is told with its seed."""
     if lacking := missing_tools():
         raise click.ClickException(lacking)
     failed, done, begin = 0, 0, time.monotonic()
-    with Device().installed() as device:
+    pairs = [setting.partition("=")[::2] for setting in defines]
+    if unknown := {name for name, _ in pairs} - set(DEFINES):
+        raise click.UsageError(f"lora/tuning.cuh has no {', '.join(sorted(unknown))}")
+    form = SHIPPED.with_defines(**{name: int(value) for name, value in pairs})
+    with Device(find=find_form).installed() as device, installed(form):
         for number in itertools.islice(itertools.count(seed), cases):
             case = draw(number, kernel=kernel, hostile=hostile, crowded=crowded, small=small)
             try:

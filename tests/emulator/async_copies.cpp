@@ -30,19 +30,30 @@ void place(const Copy& copy) {
   memcpy(host(copy.to), copy.from, copy.bytes);
 }
 
-// Waits until at most `left` groups are under way.
+// Takes those of groups before `group` out of `copies`.
+void take_before(i32 group, std::vector<Copy>& copies, std::vector<Copy>& taken) {
+  const auto behind = std::partition(copies.begin(), copies.end(),
+                                     [&](const Copy& copy) { return copy.group >= group; });
+  taken.insert(taken.end(), behind, copies.end());
+  copies.erase(behind, copies.end());
+}
+
+// Waits until at most `left` groups are under way. Copies that an arrival waits for come too; they
+// are not written anew, since who waits for the barrier knows of them by that arrival.
 void wait_groups(i32 left) {
   pause_maybe();
   Fiber& f = *machine.now;
-  const auto behind = std::partition(f.copies.begin(), f.copies.end(), [&](const Copy& copy) {
-    return copy.group >= f.copy_group - left;
-  });
-  std::shuffle(behind, f.copies.end(), machine.random);
-  for (auto copy = behind; copy != f.copies.end(); ++copy) {
-    shared_write(copy->to, copy->size);
-    place(*copy);
+  std::vector<Copy> own, arriving;
+  take_before(f.copy_group - left, f.copies, own);
+  for (Transfer& t : machine.transfers) {
+    if (t.copier == &f) take_before(f.copy_group - left, t.copies, arriving);
   }
-  f.copies.erase(behind, f.copies.end());
+  std::shuffle(own.begin(), own.end(), machine.random);
+  for (const Copy& copy : own) {
+    shared_write(copy.to, copy.size);
+    place(copy);
+  }
+  for (const Copy& copy : arriving) place(copy);
 }
 
 // The arrival counts in the phase that runs: without it the phase cannot end.
@@ -52,6 +63,7 @@ void arrive_after_copies(u32 address) {
   Mbarrier& m = mbarrier_at(address, true, "arrive after copies");
   Transfer t(Transfer::kArrival, m);
   t.copies.swap(f.copies);
+  t.copier = &f;
   t.releases = Clock::zero();
   release(f, t.releases);
   ++m.under_way;

@@ -146,6 +146,7 @@ struct Transfer {
   const u8* from = nullptr;
   u8 data[16] = {};
   std::vector<Copy> copies;
+  const Fiber* copier = nullptr;  // whose copies they are
   Clock releases;
 
   Transfer(Kind kind, Mbarrier& barrier) : kind(kind), barrier(&barrier), phase(barrier.phase) {}
