@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cupylora.adapters.inspection import inspect_adapter
     from cupylora.adapters.loading import load_adapter
+    from cupylora.adapters.pack_file import read_pack, write_pack
     from cupylora.adapters.slots import Arena, SlotTable
     from cupylora.backend import open_backend
+    from cupylora.compiler.exported import use_export
     from cupylora.compiler.loader import prepare
     from cupylora.errors import CupyloraError
     from cupylora.graphs.buckets import DispatchOptions
@@ -52,7 +54,10 @@ __all__ = [
     "moe_needs",
     "open_backend",
     "prepare",
+    "read_pack",
+    "use_export",
     "use_stream",
+    "write_pack",
 ]
 
 __version__ = "0.1.0"
@@ -60,8 +65,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "adapters.inspection": ("inspect_adapter",),
     "adapters.loading": ("load_adapter",),
+    "adapters.pack_file": ("read_pack", "write_pack"),
     "adapters.slots": ("Arena", "SlotTable"),
     "backend": ("open_backend",),
+    "compiler.exported": ("use_export",),
     "compiler.loader": ("prepare",),
     "errors": ("CupyloraError",),
     "graphs.buckets": ("DispatchOptions",),

@@ -14,6 +14,7 @@ __all__ = [
     "CompileError",
     "CupyloraError",
     "DeviceUnavailableError",
+    "ExportError",
     "GraphError",
     "RoomError",
 ]
@@ -49,3 +50,7 @@ class DeviceUnavailableError(CupyloraError):
 
 class CompileError(CupyloraError):
     """A kernel did not compile; the message holds file, line, options and the compiler's log."""
+
+
+class ExportError(CupyloraError):
+    """A folder of exported kernels is damaged, of other sources, or lacks what is asked of it."""

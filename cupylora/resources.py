@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cupylora.errors import CupyloraError
 
-__all__ = ["cuda_source_dir", "data_dir"]
+__all__ = ["cuda_source_dir", "data_dir", "include_dir"]
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -30,6 +30,11 @@ def data_dir() -> Path:
     Raises CupyloraError where neither the package nor a checkout around it has them.
     """
     return _find("_data", "tests/data")
+
+
+def include_dir() -> Path:
+    """The folder of cupylora.h, which needs a ``cupylora_table.h`` from an export beside it."""
+    return _PACKAGE / "include"
 
 
 def _find(installed: str, checkout: str) -> Path:

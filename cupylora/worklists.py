@@ -28,6 +28,7 @@ __all__ = [
     "STATUS_BAD_RANK",
     "STATUS_BAD_SLOT",
     "STATUS_CAPACITY",
+    "TILE_CHOICES",
     "TILE_INTS",
     "TILE_PAIRS",
     "TILE_ROWS",
@@ -106,6 +107,14 @@ MAX_ROWS = 2**31 - 2048
 
 TILE_ROWS = (8, 16, 32, 64)
 """Rows that a tile may hold: small tiles for decode, large ones to read weights less often."""
+
+TILE_CHOICES = (
+    (33, 512, 2048, 16, 64),
+    (33, 512, 512, 16, 32),
+    (1, 32, 1024, 8, 16),
+)
+"""Least and most max_rank, least rows, least rows a group -> rows of a tile; the first that holds
+counts, and where none does a tile has 8."""
 
 TILE_INTS, TILE_PAIRS = 16, 8
 """int32 fields of a tile's record, and how many of them name the pairs of its first rows."""
@@ -263,8 +272,7 @@ def choose_tile_rows(
     large beside the rows, large tiles read them less often.
     """
     shared = num_rows / (num_experts * max(1, max_active))
-    if max_rank > 32:
-        if num_rows < 512 or shared < 16:
-            return 8
-        return 32 if num_rows < 2048 else 64
-    return 16 if num_rows >= 1024 and shared >= 8 else 8
+    for low, high, least_rows, least_shared, tile_rows in TILE_CHOICES:
+        if low <= max_rank <= high and num_rows >= least_rows and shared >= least_shared:
+            return tile_rows
+    return TILE_ROWS[0]

@@ -3,7 +3,8 @@
 #   tests       compiles all kernels, then runs the GPU tests; fails if none ran
 #   sanitizers  memcheck, racecheck and synccheck over small tests: the fused LoRA kernels, steps
 #               through graphs, and files that the device unpacks
-#   times       tools/measure.py, tools/measure_graphs.py and tools/measure_loading.py
+#   times       tools/measure.py, tools/measure_graphs.py, tools/measure_loading.py, and what an
+#               enqueue costs in C++ (needs g++)
 #   bench       cupylora bench over SUITE (default all); beside the peers if PEERS is set
 #   tune        tools/tune_kernels.py for TUNE_SECONDS (default 300)
 # Logs go to OUT; a short summary is printed. WORKERS: processes at a time (default 8).
@@ -38,6 +39,15 @@ sanitize() {
   echo "$tool, $file: exit code $? ($(grep -c "ERROR SUMMARY: 0 errors" "$log") clean summaries)"
 }
 
+# What cupylora.h costs the host above a bare launch, with kernels exported for this device.
+enqueue_cost() {
+  local arch
+  arch=$(python3 -c 'from cupylora.device import probe; print(probe().arch)')
+  python3 -c 'from cupylora.cli import main; main()' export --arch "$arch" --out "$out/kernels" &&
+    g++ -std=c++17 -O2 -I"$out/kernels/include" tools/hosts/cpp/enqueue_cost.cpp -l:libcuda.so.1 \
+      -ldl -lm -o "$out/enqueue_cost" && "$out/enqueue_cost" "$out/kernels"
+}
+
 case $part in
   tests)
     compile_all
@@ -61,6 +71,7 @@ case $part in
     python3 tools/measure.py 2>&1 | tee "$out/measure.txt"
     python3 tools/measure_graphs.py 2>&1 | tee "$out/measure_graphs.txt"
     python3 tools/measure_loading.py 2>&1 | tee "$out/measure_loading.txt"
+    enqueue_cost 2>&1 | tee "$out/enqueue_cost.txt"
     ;;
   bench)
     compile_all

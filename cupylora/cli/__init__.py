@@ -30,6 +30,8 @@ _COMMANDS = {
     "inspect": ("cupylora.cli.inspect", "Show what an adapter holds, and what is wrong with it."),
     "bench": ("cupylora.cli.bench", "Time the LoRA kernels on this GPU, beside floors and peers."),
     "doctor": ("cupylora.cli.doctor", "Say whether the GPU can be used, and what is missing."),
+    "export": ("cupylora.cli.export", "Write cubins, a manifest and C headers for other stacks."),
+    "pack": ("cupylora.cli.pack", "Write adapters as the device keeps them, for C hosts."),
     "kernels": ("cupylora.cli.kernels", "List the CUDA kernels and their architectures."),
 }
 

@@ -14,6 +14,7 @@ from cupylora.adapters.factors import Adapter, synthetic_adapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import BLOCK_ALIGNMENT, Arena, SlotTable, adapter_bytes
 from cupylora.backend import ArrayBackend, open_backend
+from cupylora.cli._named_folder import named_folder
 from cupylora.cli._room import require_adapter_room
 from cupylora.cli._trace import TraceStep, read_trace
 from cupylora.dtypes import resolve_dtype
@@ -167,7 +168,7 @@ def _wanted(options: RunOptions, trace: Sequence[TraceStep]) -> _Wanted:
 
     Raises ArgumentError if they have not a slot each, but for a trace, which loads them in turn.
     """
-    named = [_named(text) for text in options.adapters]
+    named = [named_folder(text, "--adapter") for text in options.adapters]
     synthetic = options.synthetic
     if not named and synthetic is None and not trace:
         if options.model == _DEMO_MODEL:
@@ -275,19 +276,6 @@ def _adapters(
     for number, (name, rank) in enumerate(wanted.synthetic):
         adapters.append(synthetic_adapter(model, rank, options.seed + number, dtype, name=name))
     return tuple(adapters)
-
-
-def _named(text: str) -> tuple[str, str]:
-    """(name, directory) of NAME=DIR, or of DIR alone, which may itself hold a "="."""
-    name, separator, path = text.partition("=")
-    try:
-        if not separator or Path(text).is_dir():
-            name, path = Path(text).absolute().name, text
-    except OSError as error:
-        raise ArgumentError(f"--adapter: {error.strerror}: {text}") from error
-    if not name or not path:
-        raise ArgumentError(f"--adapter {text!r}: NAME=DIR, or a directory with a name, is needed")
-    return name, path
 
 
 def _ranks(text: str) -> list[int]:

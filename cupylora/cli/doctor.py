@@ -11,9 +11,11 @@ import numpy as np
 from cupylora import __version__
 from cupylora.cli._streams import echo
 from cupylora.compiler import ARCHITECTURES
+from cupylora.compiler.exported import current_export
 from cupylora.compiler.nvrtc import compiler_version
 from cupylora.device import DeviceInfo, DeviceState, probe
-from cupylora.errors import CompileError
+from cupylora.errors import CompileError, ExportError
+from cupylora.files import named
 from cupylora.resources import cuda_source_dir
 from cupylora.text import wrapped
 
@@ -63,4 +65,14 @@ def _software_rows(info: DeviceInfo) -> list[tuple[str, str]]:
         ("kernels built for", ", ".join(ARCHITECTURES)),
         ("CUDA sources", str(cuda_source_dir())),
         ("kernel cache", f"{info.cache_folder or _NO_CACHE} (CUPYLORA_CACHE_DIR)"),
+        ("exported kernels", f"{_export()} (CUPYLORA_EXPORT_DIR)"),
     ]
+
+
+def _export() -> str:
+    """Where kernels come from that are not compiled here."""
+    try:
+        found = current_export()
+    except ExportError as error:
+        return f"cannot be used: {error}"
+    return named(found.folder) if found else "none, kernels are compiled here"

@@ -18,12 +18,14 @@ from rich.table import Table
 
 from cupylora import __version__
 from cupylora.adapters.inspection import MAX_BYTES, Held, Inspection, inspect_adapter
+from cupylora.adapters.pack_file import Pack, is_pack, read_pack
 from cupylora.cli._console import OutputConsole
+from cupylora.cli._options import dtype_option, max_rank_option
+from cupylora.cli._pack_report import pack_record, print_pack
 from cupylora.cli._record_file import as_json, check_writable, write_record
 from cupylora.cli._streams import echo
-from cupylora.dtypes import DTYPES
 from cupylora.files import named
-from cupylora.shapes import MAX_RANK, PRESETS, load_model
+from cupylora.shapes import PRESETS, load_model
 from cupylora.text import byte_size, counted, shown
 
 __all__ = ["command"]
@@ -43,21 +45,8 @@ _STDOUT = Path("-")
     "Without it, DIR's tensors are listed by the pattern of their names, and only what is wrong "
     "with any model is found.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(list(DTYPES)),
-    default="bfloat16",
-    show_default=True,
-    help="What the device keeps weights in.",
-)
-@click.option(
-    "--max-rank",
-    type=click.IntRange(1, MAX_RANK),
-    default=MAX_RANK,
-    show_default=True,
-    metavar="R",
-    help="Your runtime's limit.",
-)
+@dtype_option
+@max_rank_option
 @click.option(
     "--max-bytes",
     type=click.IntRange(min=0),
@@ -90,15 +79,20 @@ def command(
 ) -> None:
     """Show what a LoRA adapter holds, what would be applied where, and what is wrong.
 
-    DIR is a directory that peft saved (adapter_config.json with adapter_model.safetensors), or a
-    .safetensors file with Kohya's names. Nothing in it is executed, no GPU is needed, and memory
-    stays small whatever it claims, so that uploads can be checked with it.
+    DIR is a directory that peft saved (adapter_config.json with adapter_model.safetensors), a
+    .safetensors file with Kohya's names, or a file of `cupylora pack`. Nothing in it is executed,
+    no GPU is needed, and (but for packs) memory stays small whatever it claims, so that uploads can
+    be checked with it.
+
     Exit code 0: it would be loaded, 1: it would be refused, for the problems listed, each with what
     to do; 2: wrong usage, or no adapter there.
     """
     if json_file != _STDOUT:
         check_writable(json_file)
     target = load_model(model) if model is not None else None
+    if is_pack(Path(adapter)):
+        _show_pack(read_pack(adapter, target), json_file)
+        return
     found = inspect_adapter(adapter, target, **limits)
     try:  # the record first: nothing that happens to the tables shall cost it
         if json_file == _STDOUT:
@@ -109,6 +103,16 @@ def command(
         if json_file != _STDOUT:
             _print(found, OutputConsole())
     ctx.exit(0 if found.accepted else 1)
+
+
+def _show_pack(pack: Pack, json_file: Path | None) -> None:
+    """The pack in place of an adapter's tables; its limits and values were checked when packed."""
+    if json_file == _STDOUT:
+        echo(as_json(pack_record(pack)))
+        return
+    if json_file is not None:
+        write_record(json_file, pack_record(pack))
+    print_pack(pack)
 
 
 def _record(found: Inspection) -> dict[str, Any]:

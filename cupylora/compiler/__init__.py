@@ -1,8 +1,9 @@
 """From CUDA sources to launchable kernels.
 
 ``programs`` declares what there is; ``sources`` reads a program's text; ``nvrtc`` compiles it to a
-cubin, with or without a GPU; ``cache`` keeps cubins by content; ``loader`` puts one on the current
-device; ``kernel`` launches it. ``check`` compiles everything for every architecture.
+cubin, with or without a GPU; ``cache`` keeps cubins by content, ``exported`` finds those that were
+made elsewhere; ``loader`` puts one on the current device; ``kernel`` launches it. ``check``
+compiles everything for every architecture.
 
 What an operation uses::
 

@@ -6,9 +6,9 @@ generation is enough. ``sm_90a`` adds Hopper's own instructions to ``sm_90``.
 
 from __future__ import annotations
 
-from cupylora.errors import DeviceUnavailableError
+from cupylora.errors import ArgumentError, DeviceUnavailableError
 
-__all__ = ["ARCHITECTURES", "arch_for", "supports"]
+__all__ = ["ARCHITECTURES", "arch_for", "architectures", "supports"]
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
 
@@ -28,6 +28,14 @@ def arch_for(compute_capability: tuple[int, int]) -> str:
             "10.x or 12.x (Ampere, Ada, Hopper or Blackwell); use the numpy backend"
         )
     return arch
+
+
+def architectures(text: str) -> list[str]:
+    """The builds of a comma-separated list, each once. Raises ArgumentError for an unknown one."""
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= set(ARCHITECTURES):
+        raise ArgumentError(f"--arch {text!r}: use {', '.join(ARCHITECTURES)}, by commas")
+    return list(dict.fromkeys(names))
 
 
 def supports(arch: str, min_arch: str) -> bool:

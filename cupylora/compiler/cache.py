@@ -25,12 +25,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cupylora.compiler.nvrtc import Compiled, compile_program, compiler_version, options_for
 from cupylora.compiler.sources import KernelProgram, SourceSet, read_sources
 from cupylora.resources import cuda_source_dir
 
-__all__ = ["CubinCache", "Entry", "cache_dir", "cache_key", "default_cache"]
+__all__ = ["CubinCache", "Entry", "cache_dir", "cache_key", "default_cache", "source_digest"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,24 @@ def cache_key(
     program: KernelProgram, sources: SourceSet, arch: str, version: tuple[int, int]
 ) -> str:
     """Hex digest of everything that decides the cubin's bytes and the entry's names."""
-    content = {
+    return _hex({**_content(program, sources, arch), "nvrtc": version})
+
+
+def source_digest(program: KernelProgram, sources: SourceSet, arch: str) -> str:
+    """Hex digest of all that ``cache_key`` covers but the compiler: what a cubin is made of."""
+    return _hex(_content(program, sources, arch))
+
+
+def _content(program: KernelProgram, sources: SourceSet, arch: str) -> dict[str, Any]:
+    return {
         "source": [sources.path, sources.text],
         "headers": sorted(sources.headers.items()),
         "options": options_for(program, arch),
         "kernels": sorted(program.kernels.items()),
-        "nvrtc": version,
     }
+
+
+def _hex(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cupylora.compiler.arch import ARCHITECTURES, supports
+from cupylora.compiler.arch import ARCHITECTURES, architectures, supports
 from cupylora.compiler.inspection import KernelReport, report
 from cupylora.compiler.nvrtc import compile_program
 from cupylora.compiler.programs import PROGRAMS, find_program
@@ -69,9 +69,10 @@ def main(arch: str, names: Sequence[str]) -> None:
     console = Console()
     try:
         programs = [find_program(name) for name in names] or list(PROGRAMS)
+        builds = architectures(arch)
     except CupyloraError as error:
         raise click.UsageError(str(error)) from error
-    jobs = [(p, a) for p in programs for a in _architectures(arch) if supports(a, p.min_arch)]
+    jobs = [(p, a) for p in programs for a in builds if supports(a, p.min_arch)]
     outcomes = _run(jobs)
     console.print(_table(outcomes))
     found = [line for outcome in outcomes for line in problems(outcome)]
@@ -81,13 +82,6 @@ def main(arch: str, names: Sequence[str]) -> None:
     console.print(f"{kernels} kernels in {len(jobs)} cubins compiled, {len(found)} problems")
     if found or not kernels:
         raise SystemExit(1)
-
-
-def _architectures(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not set(names) <= set(ARCHITECTURES):
-        raise click.UsageError(f"--arch {text!r}: use {', '.join(ARCHITECTURES)}, by commas")
-    return list(dict.fromkeys(names))
 
 
 def _run(jobs: Sequence[tuple[KernelProgram, str]]) -> list[Outcome]:

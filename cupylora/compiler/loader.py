@@ -1,4 +1,6 @@
-"""Programs onto the current device: declaration -> cached cubin -> module -> :class:`Kernel`.
+"""Programs onto the current device: declaration -> cubin -> module -> :class:`Kernel`.
+
+Cubins come from the cache, or from an export that is in use (``exported``).
 
 A program is compiled and loaded at the first use of one of its kernels on a device and kept.
 Loading a module is not allowed while a stream is being captured: ``prepare`` does it ahead.
@@ -13,6 +15,7 @@ from typing import Any
 from cupylora.compiler import driver
 from cupylora.compiler.arch import arch_for, supports
 from cupylora.compiler.cache import default_cache
+from cupylora.compiler.exported import current_export
 from cupylora.compiler.kernel import Kernel
 from cupylora.compiler.programs import PROGRAMS, find_program
 from cupylora.compiler.sources import KernelProgram
@@ -27,8 +30,9 @@ _loading = threading.Lock()
 def load_kernel(program: str, kernel: str) -> Kernel:
     """The kernel ``kernel`` of program ``program`` on CuPy's current device.
 
-    Raises CompileError for an unknown name or a program that does not compile, and
-    DeviceUnavailableError for a device that the program is not built for or cannot be loaded on.
+    Raises CompileError for an unknown name or a program that does not compile,
+    DeviceUnavailableError for a device that the program is not built for or cannot be loaded on,
+    and ExportError for an export in use that does not fit.
     """
     kernels = _kernels(program)
     try:
@@ -93,7 +97,7 @@ def _load(program: KernelProgram) -> Mapping[str, Kernel]:
             f"kernel program {program.name!r} needs {program.min_arch} or newer; "
             f"the current device takes {arch}"
         )
-    entry = default_cache().get(program, arch)
+    entry = (current_export() or default_cache()).get(program, arch)
     try:
         module = cupy.RawModule(path=str(entry.path))
         return {

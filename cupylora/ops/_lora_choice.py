@@ -43,6 +43,13 @@ _TILE_ROWS = {"cluster": {8: 64}, "ring": {8: 64, 16: 32, 32: 16}}
 _ITEMSIZE = 2
 _ITEM_LIMIT = 2**30
 _MAX_CLUSTER = 8
+_RANGE_FEATURES, _MOST_RANGES = 192, 16
+"""Of K: features that a range has at least, and ranges, as KOrder in lora/k_order.cuh has them."""
+
+_SHORT_SHARE, _LONG_SHARE = 512, 768
+"""Of K that a CTA of the cluster kernel has: up to so much it is not cut further; from so much on
+it is cut even if that takes the whole device."""
+
 _START_BYTES = 16 * 1024
 _COLUMN_STEP = 64
 _B_BYTES = 16 * 1024
@@ -101,7 +108,7 @@ class FusedShape:
 
 def k_ranges(in_features: int) -> int:
     """Ranges that K is cut into, as KOrder in lora/k_order.cuh does: a power of two up to 16."""
-    return min(16, 1 << (max(1, in_features // 192).bit_length() - 1))
+    return min(_MOST_RANGES, 1 << (max(1, in_features // _RANGE_FEATURES).bit_length() - 1))
 
 
 def choose(work: Workload, *, kernel: Choice, hopper: bool) -> KernelName:
@@ -159,8 +166,8 @@ def cluster_shape(work: Workload, blocks: int) -> FusedShape:
     cluster, most_ranges = 1, min(_MAX_CLUSTER, k_ranges(work.in_features))
     while cluster < most_ranges:
         share = work.in_features / cluster
-        room = blocks if share > 768 else blocks / 2
-        if share <= 512 or items * 2 * cluster > room:
+        room = blocks if share > _LONG_SHARE else blocks / 2
+        if share <= _SHORT_SHARE or items * 2 * cluster > room:
             break
         cluster *= 2
     column_bytes = work.max_rank * _ITEMSIZE

@@ -76,6 +76,11 @@ class Builder:
             for job in jobs:
                 job.result()
 
+    @property
+    def built(self) -> Mapping[str, Path]:
+        """Libraries so far, by program."""
+        return self._built
+
     def core(self) -> Path:
         """The model of the machine; programs need it loaded before them."""
         return self._once("core", self._build_core)

@@ -29,16 +29,23 @@ from cupylora.resources import cuda_source_dir
 
 from .build import Builder
 
-__all__ = ["Device", "EmulatorError", "Schedule"]
+__all__ = [
+    "EVERY_THREAD_WAITS",
+    "ONE_BYTE_PROGRAMS",
+    "READ_UNSET",
+    "Device",
+    "EmulatorError",
+    "Schedule",
+]
 
 _GUARD = 256
-_ONE_BYTE_PROGRAMS = ("plan", "plan_large")
+ONE_BYTE_PROGRAMS = ("plan", "plan_large")
 """Programs whose threads share memory byte by byte; elsewhere two bytes are tracked together."""
 
-_EVERY_THREAD_WAITS = ("lora_cluster", "lora_ring")
+EVERY_THREAD_WAITS = ("lora_cluster", "lora_ring")
 """Programs where a thread may not leave before the kernel ahead has ended."""
 
-_READ_UNSET = ("lora_ring", "lora_shrink_stream", "lora_expand_stream")
+READ_UNSET = ("lora_ring", "lora_shrink_stream", "lora_expand_stream")
 """Programs that multiply what lies in the places of rows and columns that a tile lacks, and drop
 the products."""
 
@@ -175,9 +182,9 @@ class Device:
             threads=threads,
             smem=smem,
             dependent=dependent,
-            each_waits=program.startswith(_EVERY_THREAD_WAITS),
-            may_read_unset=program.startswith(_READ_UNSET),
-            granule_log2=0 if program in _ONE_BYTE_PROGRAMS else 1,
+            each_waits=program.startswith(EVERY_THREAD_WAITS),
+            may_read_unset=program.startswith(READ_UNSET),
+            granule_log2=0 if program in ONE_BYTE_PROGRAMS else 1,
             seed=self.schedule.seed,
             deliver=self.schedule.deliver,
             pause=self.schedule.pause,
