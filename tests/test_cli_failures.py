@@ -30,7 +30,10 @@ def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
 
 
 def finish(process: subprocess.Popen[bytes], encoding: str = "utf-8") -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()  # where it did not end
     return process.returncode, (out or b"").decode(encoding), err.decode(encoding)
 
 
