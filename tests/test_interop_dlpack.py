@@ -84,13 +84,21 @@ def test_a_strideless_capsule_is_in_c_order() -> None:
     assert taken.tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("knows", [("stream", "max_version", "copy"), ("stream",), ()])
+@pytest.mark.parametrize(
+    "knows", [("stream", "max_version", "copy"), ("stream", "max_version"), ("stream",), ()]
+)
 def test_producers_of_every_age_are_asked_as_they_understand(knows: tuple[str, ...]) -> None:
     producer = Producer(_bf16(2), knows=knows)
     borrow("x", producer, on_device=False)
     assert producer.deleted == 1
     asked = producer.asked[-1]
-    assert asked == ({"max_version": (1, 0), "copy": False} if "copy" in knows else {})
+    assert asked == {
+        name: value
+        for name, value in {"max_version": (1, 0), "copy": False}.items()
+        if name in knows
+    }
+    read_only = Producer(_bf16(2), knows=knows, flags=READ_ONLY)
+    assert borrow("x", read_only, on_device=False).flags.writeable == ("max_version" not in knows)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ NumPy's own import knows no bfloat16, and no library's says which flags a capsul
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
@@ -25,6 +26,12 @@ _USED = {
     layout.LEGACY: b"used_dltensor",
     layout.VERSIONED: b"used_dltensor_versioned",
 }
+
+_FORMS: tuple[dict[str, Any], ...] = (
+    {"max_version": layout.VERSION, "copy": False},
+    {"max_version": layout.VERSION},
+)
+"""Of the call, since DLPack 1.0; a producer that is older raises TypeError."""
 
 _name_of = layout.python_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
 _pointer = layout.python_function(
@@ -79,10 +86,10 @@ def _capsule(name: str, value: Any, stream: int | None) -> Any:
     """A capsule of what ``value`` holds, by the newest form of the call that it knows."""
     options: dict[str, Any] = {} if stream is None else {"stream": stream}
     try:
-        try:
-            return value.__dlpack__(max_version=layout.VERSION, copy=False, **options)
-        except TypeError:  # older than DLPack 1.0
-            return value.__dlpack__(**options)
+        for newer in _FORMS:
+            with contextlib.suppress(TypeError):
+                return value.__dlpack__(**newer, **options)
+        return value.__dlpack__(**options)
     except Exception as error:
         raise ArgumentError(
             f"{name} is a {type(value).__name__} that does not hand out its memory (__dlpack__: "
