@@ -76,10 +76,9 @@ class LoraRuntime:
     before the old one goes, so leave room for one adapter more than slots, or for two where ranks
     are mixed (gaps between blocks). host_cache_bytes: host
     memory (pinned, with CUDA) for packed adapters, so that ``load(name)`` needs no file; None: no
-    cache. backend: "auto", "cuda",
-    "numpy", or an ArrayBackend. graphs: how steps are served. stream: for all steps, in any form
-    (see ``use_stream``), kept alive; left out: a new non-blocking one, which waits for no other:
-    write buffers inside ``on_stream()``.
+    cache. backend: "auto", "cuda", "numpy", or an ArrayBackend. graphs: how steps are served. stream: for all steps, in any form
+    (see ``use_stream``), kept alive; left out: a new non-blocking one, which waits for no other
+    (write buffers inside ``on_stream()``) and to which work of loads gives way.
 
     Loads may come from any thread while another steps; two loads wait for one another. Raises
     ArgumentError for options that do not fit, CapacityError where memory lacks, GraphError for the

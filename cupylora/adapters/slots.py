@@ -137,7 +137,7 @@ class Arena:
                 f"data has {data.nbytes} bytes; the block at {offset} has {self._blocks[offset]}"
             )
         _put(self.buffer[offset:end], np.ascontiguousarray(data).reshape(-1).view(np.uint8))
-        self.buffer[end : offset + self._blocks[offset]] = 0
+        _zero(self.buffer[end : offset + self._blocks[offset]])
 
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], data: npt.NDArray[Any]) -> None:
         """Fill blocks whole: the next ``sizes[i]`` bytes of ``data`` go to the block at
@@ -155,7 +155,7 @@ class Arena:
     def clear(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Fill blocks with zeros."""
         for offset, _, size in self._runs(offsets, sizes):
-            self.buffer[offset : offset + size] = 0
+            _zero(self.buffer[offset : offset + size])
 
     def _runs(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         """Blocks that stand side by side as one: where in the arena, where among them, bytes."""
@@ -196,6 +196,14 @@ def _put(target: Array, source: npt.NDArray[Any]) -> None:
         target[...] = source
     else:
         target.set(source)
+
+
+def _zero(target: Array) -> None:
+    """Clear bytes, with no kernel: CuPy would compile one at its first use."""
+    if isinstance(target, np.ndarray):
+        target[...] = 0
+    elif target.size:
+        target.data.memset_async(0, target.nbytes)
 
 
 def _get(source: Array, target: npt.NDArray[Any]) -> None:

@@ -31,6 +31,8 @@ __all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
 
 Work = Callable[[], object]
 
+_STEP_PRIORITY = -1
+"""Of CUDA's: lower goes first, and streams have 0 by default."""
 _VERBOSE_DOT = 1
 _PER_THREAD_STREAM = 2
 _LEGACY_ADVICE = (
@@ -132,8 +134,8 @@ class CudaRecorder(Recorder):
     """Captures on ``stream``, and launches there.
 
     stream: in any form (see ``cupylora.use_stream``), of the device that is current now; left out:
-    a new non-blocking one. Raises GraphError for the legacy default stream, ArgumentError for what
-    is no stream.
+    a new non-blocking one, of higher priority than the default. Raises GraphError for the legacy
+    default stream, ArgumentError for what is no stream.
     """
 
     def __init__(self, stream: Any = None) -> None:
@@ -141,8 +143,9 @@ class CudaRecorder(Recorder):
 
         self._cupy = cupy
         self._device = _Device(cupy.cuda.runtime)
-        new = cupy.cuda.Stream
-        self.stream = new(non_blocking=True) if stream is None else as_stream("stream", stream)
+        # Above the streams of loads, so that what these unpack gives way to steps.
+        new = functools.partial(cupy.cuda.Stream, non_blocking=True, priority=_STEP_PRIORITY)
+        self.stream = new() if stream is None else as_stream("stream", stream)
         handle = int(self.stream.ptr)
         if handle in (0, 1):
             raise GraphError(_LEGACY_ADVICE)
