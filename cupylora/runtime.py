@@ -74,11 +74,12 @@ class LoraRuntime:
     model, limits, dtype: as of a SlotTable. max_tokens: rows of the largest step. arena_bytes:
     device memory for weights; a new version, or an adapter that takes another's slot, is written
     before the old one goes, so leave room for one adapter more than slots, or for two where ranks
-    are mixed (gaps between blocks). host_cache_bytes: host
-    memory (pinned, with CUDA) for packed adapters, so that ``load(name)`` needs no file; None: no
-    cache. backend: "auto", "cuda", "numpy", or an ArrayBackend. graphs: how steps are served. stream: for all steps, in any form
-    (see ``use_stream``), kept alive; left out: a new non-blocking one, which waits for no other
-    (write buffers inside ``on_stream()``) and to which work of loads gives way.
+    are mixed (gaps between blocks). host_cache_bytes: host memory (pinned, with CUDA) for packed
+    adapters, so that ``load(name)`` needs no file, and room for one more while one is loaded; None:
+    no cache. backend: "auto", "cuda", "numpy", or an ArrayBackend. graphs: how steps are served.
+    stream: for all steps, in any form (see ``use_stream``), kept alive; left out: a new
+    non-blocking one, which waits for no other (write buffers inside ``on_stream()``) and to which
+    work of loads gives way.
 
     Loads may come from any thread while another steps; two loads wait for one another. Raises
     ArgumentError for options that do not fit, CapacityError where memory lacks, GraphError for the
