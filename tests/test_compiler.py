@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,7 +211,7 @@ def test_damaged_entry_is_compiled_again(
 ) -> None:
     cache = CubinCache(tmp_path / "cache", sources)
     good = cache.get(SCALE, "sm_80")
-    cubin, description = good.path, good.path.with_suffix(".json")
+    cubin, description = good.path, good.path.with_suffix("").with_suffix(".json")
     content = cubin.read_bytes()
     if damage == "torn cubin":
         cubin.write_bytes(content[:-7])
@@ -248,7 +249,8 @@ def test_a_folder_in_an_entrys_place(
     """It is left alone; the kernels go to a temporary folder."""
     cache = CubinCache(tmp_path / "cache", sources)
     good = cache.get(SCALE, "sm_80")
-    content, place = good.path.read_bytes(), good.path.with_suffix(suffix)
+    content = good.path.read_bytes()
+    place = good.path if suffix == ".cubin" else good.path.with_suffix("").with_suffix(suffix)
     place.unlink()
     (place / "of the user").mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match=r"cannot be written .*CUPYLORA_CACHE_DIR"):
@@ -627,3 +629,18 @@ def test_fill_kernel_equals_its_definition(dtype: str) -> None:
     want = expected_fill(count, 41, 0.37).astype(numpy_type)
     assert got[:-16].tobytes() == want.tobytes()
     assert abs(want.astype(np.float64)).max() > 0.36
+
+
+@pytest.mark.nvrtc
+def test_two_processes_that_compile_at_a_time_keep_their_own(tmp_path: Path, sources: Path) -> None:
+    """Names of kernels may hold a process's number, so each entry stays with its own cubin."""
+    one, two = (CubinCache(tmp_path, sources) for _ in range(2))
+    compiled = compile_program(SCALE, read_sources(SCALE, sources), "sm_80")
+    first = one._store("ab" * 32, compiled)
+    other = replace(compiled, cubin=compiled.cubin + b"!")
+    second = two._store("ab" * 32, other)
+    assert first.path.read_bytes() == compiled.cubin
+    assert second.path.read_bytes() == other.cubin
+    found = one._read("ab" * 32, SCALE)
+    assert found is not None
+    assert found.path == second.path

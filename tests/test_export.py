@@ -26,6 +26,7 @@ from cupylora.errors import CompileError, CupyloraError, ExportError
 from cupylora.export import choice, folder, manifest, meanings
 from cupylora.export.cubin import parameter_places
 from cupylora.export.declarations import Declarations
+from cupylora.export.folder import export_kernels
 from cupylora.export.rules import RULES
 
 SOME = ("fill", "plan", "lora_cluster_bfloat16")
@@ -326,7 +327,14 @@ def test_what_was_chosen_comes_before_the_environment(
         (lambda m: m.update(cupylora="0.0.9"), "has cupylora '0.0.9'; this cupylora needs"),
         (lambda m: m["programs"][0].update(sha256="0" * 64), "is not the file that was exported"),
         (lambda m: m["programs"][0].update(source_sha256="0"), "was made from other sources"),
-        (lambda m: m["programs"][0].update(file="gone.cubin"), "gone.cubin: No such file"),
+        (lambda m: m["programs"][0].update(file="../sm_80/fill.cubin"), "damaged at 'programs'"),
+        (lambda m: m["programs"][0].pop("file"), "damaged at 'programs'"),
+        (lambda m: m["programs"][0].pop("sha256"), "is not the file that was exported"),
+        (lambda m: m["programs"][0].pop("source_sha256"), "was made from other sources"),
+        (lambda m: m.update(kernels=[]), "damaged at 'kernels'"),
+        (lambda m: m["kernels"][0].update(mangled=5), "damaged at 'kernels'"),
+        (lambda m: m["kernels"][0].update(name=[1]), "damaged at 'kernels'"),
+        (lambda m: m.update(programs=[3]), "damaged at 'programs'"),
         (lambda m: m.pop("programs"), "damaged at 'programs'"),
         (lambda m: m.update(kernels=3), "damaged at 'kernels'"),
         (lambda m: m.update(programs=[]), "no program 'fill' for sm_90a; it is for sm_80, sm_90a"),
@@ -378,3 +386,24 @@ def test_doctor_says_where_kernels_come_from(
         assert done.exit_code == 0
         [line] = [line for line in done.output.splitlines() if line.startswith("exported kernels")]
         assert words in line
+
+
+@pytest.mark.parametrize("extra", ["thesis.txt", "include.txt"])
+@pytest.mark.parametrize("manifest", ['{"name": "My PWA"}', "no JSON", None])
+def test_a_folder_of_somebody_elses_is_left_alone(
+    extra: str, manifest: str | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "web"
+    folder.mkdir()
+    if manifest is not None:
+        (folder / "manifest.json").write_text(manifest)
+    (folder / extra).write_text("mine")
+    with pytest.raises(ExportError, match="is there and is no export"):
+        export_kernels(["sm_80"], folder)
+    assert (folder / extra).read_text() == "mine"
+
+
+def test_what_is_no_path_of_an_export() -> None:
+    for wrong in (5, b"x", [1]):
+        with pytest.raises(ExportError, match="the path of an export is needed"):
+            use_export(wrong)  # type: ignore[arg-type]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
+import os
 import random
 import struct
 import subprocess
@@ -246,8 +248,9 @@ def test_names_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_packed_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     path = tmp_path / "pack"
-    path.write_bytes(b"before")
     first = adapters()[0]
+    write_pack(path, [first], MODEL)
+    before = path.read_bytes()
     for bad, most, error in (
         ([], 16, ArgumentError),
         ([first, first], 16, ArgumentError),
@@ -255,7 +258,7 @@ def test_what_cannot_be_packed_leaves_the_file_that_was_there(tmp_path: Path) ->
     ):
         with pytest.raises(error):
             write_pack(path, bad, MODEL, max_rank=most)
-        assert path.read_bytes() == b"before"
+        assert path.read_bytes() == before
         assert [p.name for p in tmp_path.iterdir()] == ["pack"]
     with pytest.raises(CapacityError, match="cannot be written"):
         write_pack(tmp_path / "no" / "pack", [first], MODEL)
@@ -294,15 +297,29 @@ def test_pack_and_inspect_tell_what_is_in_it(tmp_path: Path, monkeypatch: Any) -
     assert is_pack(path)
     assert not is_pack(data_dir() / FOLDERS["legal"] / "adapter_model.safetensors")
     shown = CliRunner().invoke(main, ["inspect", str(path), "--json", str(record)])
-    assert (shown.exit_code, shown.output) == (0, done.output)
+    assert shown.exit_code == 0
+    assert shown.output.startswith(done.output)
+    assert "ACCEPTED" in shown.output
     found = json.loads(record.read_text())
     assert [a["name"] for a in found["adapters"]] == list(FOLDERS)
     assert found["bytes"] == sum(a["bytes"] for a in found["adapters"])
     quiet = CliRunner().invoke(main, ["inspect", str(path), "--json", "-"])
     assert json.loads(quiet.output) == found
     wrong = CliRunner().invoke(main, ["inspect", str(path), "--model", "mixtral-8x7b"])
-    assert wrong.exit_code == 2
+    assert wrong.exit_code == 1
     assert "pack the adapters for this model" in wrong.output
+    for limits, words in (
+        (("--max-rank", "2"), "at most 2 is taken"),
+        (("--max-bytes", "1"), "at most 1 B are taken"),
+        (("--dtype", "float32"), "is packed as bfloat16, not float32"),
+    ):
+        refused = CliRunner().invoke(main, ["inspect", str(path), *limits])
+        assert refused.exit_code == 1
+        assert f"REFUSED: has an adapter of rank {8}" in refused.output or words in refused.output
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = CliRunner().invoke(main, ["inspect", str(path), "--json", "-"])
+    assert damaged.exit_code == 1
+    assert not json.loads(damaged.output)["accepted"]
 
 
 def test_pack_refuses_what_is_no_adapter(tmp_path: Path) -> None:
@@ -310,3 +327,73 @@ def test_pack_refuses_what_is_no_adapter(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_what_is_there_and_is_no_pack_is_left_alone(tmp_path: Path) -> None:
+    first = adapters()[0]
+    other = tmp_path / "adapter_model.safetensors"
+    other.write_bytes(b"mine")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (other, fifo, tmp_path):
+        with pytest.raises(ArgumentError, match="is there and is no pack"):
+            write_pack(path, [first], MODEL)
+    assert other.read_bytes() == b"mine"
+    assert fifo.is_fifo()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    write_pack(link, [first], MODEL)
+    assert link.is_symlink()
+    assert is_pack(tmp_path / "real")
+
+
+def test_a_file_is_read_whole_however_little_a_call_gives(
+    pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the system gives at most 2 GiB."""
+
+    class Slow(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            return super().readinto(memoryview(buffer)[:1000])
+
+    monkeypatch.setattr(pack_file, "open_regular", lambda path: Slow(path))
+    assert len(read_pack(pack, MODEL).adapters) == len(FOLDERS)
+
+
+def test_a_table_of_another_model_refuses_a_packed_adapter(pack: Path) -> None:
+    """As many rows, but other widths: kernels would read behind the blocks."""
+    wide = dataclasses.replace(
+        MODEL,
+        dense_groups=tuple(
+            tuple(dataclasses.replace(m, in_features=1024 * m.in_features) for m in group)
+            for group in MODEL.dense_groups
+        ),
+    )
+    found = read_pack(pack)
+    table = SlotTable(wide, LoraLimits(2, 16), found.dtype, arena=Arena(1 << 20))
+    with pytest.raises(ArgumentError, match=r"is not of model tiny-moe .*larger than its block"):
+        table.store(found.adapters[0])
+    assert table.arena.used_bytes == 0
+
+
+def test_values_that_are_not_finite_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    found = write_pack(path, adapters()[:1], MODEL)
+    assert found.is_finite()
+    blocks = np.array(found.blocks)
+    blocks[:2] = (0x80, 0x7F)  # an infinity of bfloat16
+    assert not dataclasses.replace(found, blocks=blocks).is_finite()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\0b", "\udcff"])
+def test_names_that_a_pack_cannot_hold(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="1 to 64 bytes"):
+        write_pack(tmp_path / "pack", [dataclasses.replace(adapters()[0], name=name)], MODEL)
+
+
+def test_c_finds_names_whole(reader: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    names = ["n" * 64, "n" * 63, "n"]
+    write_pack(path, [dataclasses.replace(adapters()[0], name=name) for name in names], MODEL)
+    _, *lines = run_reader(reader, path).stdout.splitlines()
+    assert [line.split(" ")[0] for line in lines] == names

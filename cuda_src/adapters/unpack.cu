@@ -7,14 +7,6 @@
 #include "lora/slot_entry.cuh"
 #include "ptx/convert.cuh"
 
-namespace {
-
-constexpr int kThreads = 256;
-constexpr u32 kBlockElements = 4096;  // ops/unpack_factors.py knows it
-
-enum SourceType : i32 { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
-enum Axis : i32 { kExpert = 0, kRow = 1, kColumn = 2 };
-
 struct __align__(16) FactorPiece {
   u64 source;
   u64 first;
@@ -32,6 +24,14 @@ struct __align__(16) FactorPiece {
   double ratio;
 };
 static_assert(sizeof(FactorPiece) == 96, "FACTOR_PIECE in worklists.py has 96 bytes");
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr u32 kBlockElements = 4096;  // ops/unpack_factors.py knows it
+
+enum SourceType : i32 { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+enum Axis : i32 { kExpert = 0, kRow = 1, kColumn = 2 };
 
 // A file aligns its tensors to two bytes at least.
 __device__ __forceinline__ float source_value(const u16* source, i32 type, u32 element) {

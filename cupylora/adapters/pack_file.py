@@ -29,19 +29,21 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora import __version__
+from cupylora.adapters.dtypes import not_finite
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packed import (
     BLOCK_ALIGNMENT,
     AdapterLayout,
     PackedAdapter,
     layout_of,
+    misfit,
 )
 from cupylora.checks import check_type
 from cupylora.dtypes import DTYPES, dtype_name, resolve_dtype
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
-from cupylora.files import named, open_regular, parse_json, reason
+from cupylora.files import is_there, named, open_regular, parse_json, reason
 from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape
-from cupylora.text import quoted, shown
+from cupylora.text import byte_size, quoted, shown
 from cupylora.worklists import PACKED, SLOT_ENTRY, SLOT_ENTRY_BYTES
 
 __all__ = ["NAME_BYTES", "Pack", "is_pack", "read_pack", "write_pack"]
@@ -57,6 +59,7 @@ _FIELDS = (
 )
 _TENSORS = ("head", "entries", "names", "block_sizes", "blocks")
 _LARGEST_HEADER = 16 << 20
+_CHECKED = 1 << 22
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -81,6 +84,12 @@ class Pack:
         parts = np.split(self.blocks, ends[:-1])
         return tuple(map(PackedAdapter, self.layouts, parts))
 
+    def is_finite(self) -> bool:
+        """Whether no value of any adapter is an infinity or NaN."""
+        values = self.blocks.view(self.dtype)
+        steps = range(0, len(values), _CHECKED)
+        return not any(not_finite(values[at : at + _CHECKED]).any() for at in steps)
+
 
 def write_pack(
     path: str | Path,
@@ -98,7 +107,11 @@ def write_pack(
     """
     check_type("model", model, ModelShape)
     limits = LoraLimits(max_rank=max_rank)
-    target, kind = Path(path), resolve_dtype(dtype)
+    target, kind = Path(os.path.realpath(path)), resolve_dtype(dtype)
+    if is_there(target) and not is_pack(target):
+        raise ArgumentError(
+            f"{named(target)} is there and is no pack; name another file, or remove it yourself"
+        )
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
             place = Path(room) / "blocks"
@@ -169,8 +182,9 @@ def _pack_all(
     """The layout of each adapter, whose blocks are written to ``file``."""
     made: list[AdapterLayout] = []
     for adapter in adapters:
-        name = adapter.name.encode()
-        if not 0 < len(name) <= NAME_BYTES or b"\0" in name:
+        name = adapter.name.encode(errors="replace")
+        plain = name.decode() == adapter.name
+        if not plain or not 0 < len(name) <= NAME_BYTES or b"\0" in name:
             raise ArgumentError(
                 f"adapter {shown(adapter.name)}: a name of 1 to {NAME_BYTES} bytes is needed; "
                 "give it one with NAME=DIR"
@@ -308,9 +322,16 @@ def _read(path: Path, file: Any) -> Pack:
             f"{quoted(metadata.get('version'))}; {_FORMAT} of version {_VERSION} is needed"
         )
     size = os.fstat(file.fileno()).st_size - start
-    data = np.empty(size, np.uint8)
-    if file.readinto(data.data) != size:
-        raise ValueError("it is cut short")
+    try:
+        data = np.empty(size, np.uint8)
+    except MemoryError:
+        raise ValueError(f"its {byte_size(size)} are more than memory holds") from None
+    view, done = memoryview(data.data), 0
+    while done < size:  # one call gives at most 2 GiB
+        got = file.readinto(view[done:])
+        if not got:
+            raise ValueError("it is cut short")
+        done += got
     parts = _parts(header, data)
     digest = hashlib.sha256()
     for name in _TENSORS[1:]:
@@ -360,21 +381,25 @@ def _assembled(path: Path, metadata: Mapping[str, Any], parts: Mapping[str, Byte
         if len(own) != entry["blocks"] or not whole or end > len(parts["blocks"]):
             raise ValueError(f"the blocks of adapter {index} do not lie within it")
         numbered = _numbered(records[index * rows : (index + 1) * rows], own, begin)
-        _check_records(numbered, modules, own, int(entry["max_rank"]), dtype)
-        layouts.append(
-            AdapterLayout(
-                str(entry["name"]),
-                tuple(own),
-                numbered,
-                int(entry["max_rank"]),
-                dtype,
-                PACKED,
-                str(entry["source"]),
-            )
+        layout = AdapterLayout(
+            str(entry["name"]),
+            tuple(own),
+            numbered,
+            int(entry["max_rank"]),
+            dtype,
+            PACKED,
+            str(entry["source"]),
         )
+        wrong = misfit(layout, modules)
+        if wrong:
+            raise ValueError(wrong)
+        layouts.append(layout)
         first, begin = first + len(own), end
     if begin != len(parts["blocks"]):
         raise ValueError("it has blocks of no adapter")
+    names = [layout.name for layout in layouts]
+    if "" in names or len(set(names)) < len(names) or any("\0" in own for own in names):
+        raise ValueError("two of its adapters have one name, or one has none")
     name = str(content["model"])
     return Pack(path, name, layers, modules, dtype, tuple(layouts), parts["blocks"])
 
@@ -394,28 +419,3 @@ def _numbered(
             raise ValueError("an entry points at no block")
         made[pointer][used] = numbers
     return made
-
-
-def _check_records(
-    records: npt.NDArray[np.void],
-    modules: Sequence[tuple[str, int, int, int]],
-    sizes: Sequence[int],
-    max_rank: int,
-    dtype: np.dtype[Any],
-) -> None:
-    """Raise ValueError unless every factor fits its block, so that no kernel reads beyond it."""
-    used = records["rank"] != 0
-    rank = records["rank"][used].astype(np.int64)
-    if rank.size and not (rank.min() >= 1 and rank.max() == max_rank <= MAX_RANK):
-        raise ValueError("an entry's rank is out of range")
-    shapes = np.array(modules, object)[np.flatnonzero(used) % len(modules)]
-    room = np.array(sizes, np.int64)
-    for side, width in (("a", shapes[:, 1]), ("b", shapes[:, 2])):
-        stride = records[f"{side}_expert_stride"][used]
-        need = rank * width.astype(np.int64) * dtype.itemsize
-        experts = np.where(stride == 0, 1, shapes[:, 3].astype(np.int64))
-        blocks = room[records[f"{side}_ptr"][used].astype(np.intp)]
-        if ((stride != 0) & (stride != need)).any() or (need * experts > blocks).any():
-            raise ValueError("an entry's factor is larger than its block")
-    if not np.isfinite(records["scale"]).all() or (records["a_layout"][used] != PACKED).any():
-        raise ValueError("an entry's scale or layout is none that is packed")

@@ -8,7 +8,7 @@ what ``store`` keeps and ``SlotTable.store`` copies to the arena.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from cupylora.adapters.dtypes import not_finite
 from cupylora.adapters.factors import Adapter, LoraFactors
 from cupylora.adapters.packing import pack_a
 from cupylora.errors import AdapterFormatError
-from cupylora.shapes import LoraLimits, ModelShape
+from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape
 from cupylora.worklists import PACKED, SLOT_ENTRY
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "PackedAdapter",
     "block_bytes",
     "layout_of",
+    "misfit",
+    "modules_of",
     "pack_adapter",
     "stride_of",
     "table_row",
@@ -73,6 +75,39 @@ class AdapterLayout:
     def nbytes(self) -> int:
         """Of all blocks: what the arena gives."""
         return sum(self.sizes)
+
+
+Modules = Sequence[tuple[str, int, int, int]]
+"""Name, in, out and experts of each module of a layer."""
+
+
+def modules_of(model: ModelShape) -> Modules:
+    """As a layout is checked against."""
+    return [(m.name, m.in_features, m.out_features, m.experts) for m in model.modules]
+
+
+def misfit(layout: AdapterLayout, modules: Modules) -> str | None:
+    """Why a layout cannot be of a model of these modules, a layer's after the other's; None if it
+    can: then no kernel reads beyond a block."""
+    records, itemsize = layout.records, layout.dtype.itemsize
+    used = records["rank"] != 0
+    rank = records["rank"][used].astype(np.int64)
+    if not 0 <= layout.max_rank <= MAX_RANK or (rank < 1).any() or (rank > layout.max_rank).any():
+        return "an entry's rank is out of range"
+    shapes = np.array([module[1:] for module in modules], np.int64)
+    shapes = shapes[np.flatnonzero(used) % len(modules)]
+    room = np.array(layout.sizes, np.int64)
+    for side, width in (("a", shapes[:, 0]), ("b", shapes[:, 1])):
+        stride = records[f"{side}_expert_stride"][used]
+        need = rank * width * itemsize
+        experts = np.where(stride == 0, 1, shapes[:, 2])
+        blocks = room[records[f"{side}_ptr"][used].astype(np.intp)]
+        if ((stride != 0) & (stride != need)).any() or (need * experts > blocks).any():
+            return "an entry's factor is larger than its block"
+    layouts_differ = (records["a_layout"][used] != layout.a_layout).any()
+    if layouts_differ or not np.isfinite(records["scale"]).all():
+        return "an entry's scale or layout is none that is packed"
+    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,8 @@ from cupylora.adapters.packed import (
     PackedAdapter,
     block_bytes,
     layout_of,
+    misfit,
+    modules_of,
     stride_of,
     table_row,
 )
@@ -46,7 +48,7 @@ from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError, RoomError
 from cupylora.shapes import LoraLimits, ModelShape
-from cupylora.text import counted
+from cupylora.text import counted, shown
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
 
 __all__ = [
@@ -462,6 +464,12 @@ class SlotTable:
                     f"packed adapter {layout.name} has {field} {got}, the table {needed}; pack it "
                     "for this table"
                 )
+        wrong = misfit(layout, modules_of(self.model))
+        if wrong:
+            raise ArgumentError(
+                f"packed adapter {shown(layout.name)} is not of model {shown(self.model.name)} "
+                f"({wrong}); pack it for this model"
+            )
         if layout.max_rank > self.limits.max_rank:
             raise CapacityError(
                 f"packed adapter {layout.name} has rank {layout.max_rank}, which exceeds max_rank "

@@ -15,7 +15,7 @@ from cupylora.dtypes import dtype_name
 from cupylora.files import named
 from cupylora.text import byte_size, counted, shown
 
-__all__ = ["pack_record", "print_pack"]
+__all__ = ["pack_problems", "pack_record", "print_pack"]
 
 
 def pack_record(pack: Pack) -> dict[str, Any]:
@@ -39,6 +39,26 @@ def pack_record(pack: Pack) -> dict[str, Any]:
             for adapter in pack.layouts
         ],
     }
+
+
+def pack_problems(
+    pack: Pack, *, dtype: str, max_rank: int, max_bytes: int, values: bool, links: bool
+) -> list[str]:
+    """Why a server of these limits would refuse it, options being those of ``inspect``."""
+    found = []
+    rank = max(adapter.max_rank for adapter in pack.layouts)
+    if rank > max_rank:
+        found.append(f"has an adapter of rank {rank}; at most {max_rank} is taken")
+    if len(pack.blocks) > max_bytes:
+        size, most = byte_size(len(pack.blocks)), byte_size(max_bytes)
+        found.append(f"has {size} of blocks; at most {most} are taken")
+    if dtype_name(pack.dtype) != dtype:
+        found.append(f"is packed as {dtype_name(pack.dtype)}, not {dtype}; pack it again for that")
+    if not links and pack.path.is_symlink():
+        found.append("is a link; give the file itself")
+    if values and not pack.is_finite():
+        found.append("holds values that are not finite; pack its adapters again")
+    return found
 
 
 def print_pack(pack: Pack) -> None:

@@ -6,7 +6,7 @@ as the terminal can show them; what a file can make long is cut in tables, and w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from cupylora import __version__
-from cupylora.adapters.inspection import MAX_BYTES, Held, Inspection, inspect_adapter
-from cupylora.adapters.pack_file import Pack, is_pack, read_pack
+from cupylora.adapters.inspection import MAX_BYTES, Held, Inspection, Problem, inspect_adapter
+from cupylora.adapters.pack_file import is_pack, read_pack
 from cupylora.cli._console import OutputConsole
 from cupylora.cli._options import dtype_option, max_rank_option
-from cupylora.cli._pack_report import pack_record, print_pack
+from cupylora.cli._pack_report import pack_problems, pack_record, print_pack
 from cupylora.cli._record_file import as_json, check_writable, write_record
 from cupylora.cli._streams import echo
+from cupylora.errors import CupyloraError
 from cupylora.files import named
-from cupylora.shapes import PRESETS, load_model
+from cupylora.shapes import PRESETS, ModelShape, load_model
 from cupylora.text import byte_size, counted, shown
 
 __all__ = ["command"]
@@ -91,8 +92,7 @@ def command(
         check_writable(json_file)
     target = load_model(model) if model is not None else None
     if is_pack(Path(adapter)):
-        _show_pack(read_pack(adapter, target), json_file)
-        return
+        ctx.exit(_show_pack(Path(adapter), target, json_file, limits))
     found = inspect_adapter(adapter, target, **limits)
     try:  # the record first: nothing that happens to the tables shall cost it
         if json_file == _STDOUT:
@@ -105,14 +105,35 @@ def command(
     ctx.exit(0 if found.accepted else 1)
 
 
-def _show_pack(pack: Pack, json_file: Path | None) -> None:
-    """The pack in place of an adapter's tables; its limits and values were checked when packed."""
+def _show_pack(
+    path: Path, model: ModelShape | None, json_file: Path | None, limits: Mapping[str, Any]
+) -> int:
+    """A pack in place of an adapter's tables; returns the exit code."""
+    pack, problems = None, list[str]()
+    try:
+        pack = read_pack(path, model)
+        problems = pack_problems(pack, **limits)
+    except CupyloraError as error:
+        problems = [str(error)]
+    record: dict[str, Any] = {} if pack is None else pack_record(pack)
+    record |= {"accepted": not problems, "problems": [asdict(Problem(text)) for text in problems]}
     if json_file == _STDOUT:
-        echo(as_json(pack_record(pack)))
-        return
-    if json_file is not None:
-        write_record(json_file, pack_record(pack))
-    print_pack(pack)
+        echo(as_json(record))
+    else:
+        if json_file is not None:
+            write_record(json_file, record)
+        if pack is not None:
+            print_pack(pack)
+        _print_verdict(problems)
+    return 1 if problems else 0
+
+
+def _print_verdict(problems: Sequence[str]) -> None:
+    console = OutputConsole()
+    for text in problems:
+        console.print(f"REFUSED: {text}", markup=False, highlight=False, soft_wrap=True)
+    if not problems:
+        console.print("ACCEPTED: it would be stored as it is", highlight=False)
 
 
 def _record(found: Inspection) -> dict[str, Any]:

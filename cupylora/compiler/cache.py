@@ -104,10 +104,10 @@ class CubinCache:
 
     def _read(self, key: str, program: KernelProgram) -> Entry | None:
         """The entry if it is whole and of exactly the program's kernels."""
-        cubin, description = self._paths(key)
         try:
-            fields = json.loads(description.read_bytes())
+            fields = json.loads(self._description(key).read_bytes())
             lowered, log = dict(fields["lowered"]), str(fields["log"])
+            cubin = self._cubin(key, str(fields["cubin"]))
             if fields["sha256"] != _digest(cubin.read_bytes(), lowered, log):
                 return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -123,19 +123,26 @@ class CubinCache:
             return self._write(key, compiled)
 
     def _write(self, key: str, compiled: Compiled) -> Entry:
-        cubin, description = self._paths(key)
-        lowered = dict(compiled.lowered)
+        # By its content: two processes that compile the same at a time name kernels differently,
+        # and neither may put its cubin in the place of the one that the other has looked up.
+        mark = hashlib.sha256(compiled.cubin).hexdigest()[:16]
+        cubin, lowered = self._cubin(key, mark), dict(compiled.lowered)
         fields = {
+            "cubin": mark,
             "sha256": _digest(compiled.cubin, lowered, compiled.log),
             "lowered": lowered,
             "log": compiled.log,
         }
         _replace(cubin, compiled.cubin)
-        _replace(description, json.dumps(fields, indent=1).encode())
+        _replace(self._description(key), json.dumps(fields, indent=1).encode())
         return Entry(cubin, compiled.lowered, compiled.log)
 
-    def _paths(self, key: str) -> tuple[Path, Path]:
-        return self.folder / f"{key}.cubin", self.folder / f"{key}.json"
+    def _description(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _cubin(self, key: str, mark: str) -> Path:
+        """Of an entry; ``mark``: of its content. Raises ValueError for what is no mark."""
+        return self.folder / f"{key}.{int(mark, 16):016x}.cubin"
 
 
 def _digest(cubin: bytes, lowered: Mapping[str, str], log: str) -> str:

@@ -18,7 +18,7 @@ from cupylora import __version__
 from cupylora.compiler.cache import Entry, source_digest
 from cupylora.compiler.sources import KernelProgram, read_sources
 from cupylora.errors import ExportError
-from cupylora.files import named, read_json, reason
+from cupylora.files import named, open_regular, read_json, reason
 from cupylora.resources import cuda_source_dir
 
 __all__ = ["FORMAT", "MANIFEST", "ExportedKernels", "current_export", "use_export"]
@@ -38,6 +38,8 @@ class ExportedKernels:
     """The kernels under ``folder``. Raises ExportError where it is no export of this version."""
 
     def __init__(self, folder: str | Path) -> None:
+        if not isinstance(folder, str | Path):
+            raise ExportError(f"folder is {folder!r}; the path of an export is needed")
         self.folder = Path(folder)
         try:
             self._manifest = read_json(self.folder / MANIFEST)
@@ -54,22 +56,34 @@ class ExportedKernels:
 
         Raises ExportError where the export has none, or a file that is damaged or of other sources.
         """
-        record = self._record(program.name, arch)
+        record = self._record(program, arch)
         sources = read_sources(program, cuda_source_dir())
-        if record["source_sha256"] != source_digest(program, sources, arch):
+        if record.get("source_sha256") != source_digest(program, sources, arch):
             raise ExportError(
                 f"export {named(self.folder)}: program {program.name!r} was made from other "
                 f"sources than those installed here; {_AGAIN}"
             )
-        path = self.folder / record["file"]
+        file_name = f"{arch}/{program.name}.cubin"
+        if record.get("file") != file_name:
+            raise self._damaged("programs")
+        path = self.folder / file_name
         try:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
+            with open_regular(path) as file:
+                digest = hashlib.sha256(file.read()).hexdigest()
+        except (OSError, ValueError) as error:
             raise ExportError(f"{named(path)}: {reason(error)}; {_AGAIN}") from error
-        if digest != record["sha256"]:
+        if digest != record.get("sha256"):
             raise ExportError(f"{named(path)} is not the file that was exported; {_AGAIN}")
-        kernels = self._rows("kernels", program=program.name, arch=arch)
-        return Entry(path, {row["name"]: row["mangled"] for row in kernels}, log="")
+        return Entry(path, self._kernels(program, arch), log="")
+
+    def _kernels(self, program: KernelProgram, arch: str) -> dict[str, str]:
+        """Mangled names by ours."""
+        rows = self._rows("kernels", program=program.name, arch=arch)
+        found = {str(row.get("name")): row.get("mangled") for row in rows}
+        mangled = {name: value for name, value in found.items() if isinstance(value, str)}
+        if mangled.keys() != program.kernels.keys():
+            raise self._damaged("kernels")
+        return mangled
 
     def _require(self, key: str, needed: Any) -> None:
         got = self._manifest.get(key)
@@ -79,27 +93,27 @@ class ExportedKernels:
                 f"{_AGAIN}"
             )
 
-    def _record(self, program: str, arch: str) -> Mapping[str, Any]:
-        found = self._rows("programs", name=program, arch=arch)
+    def _record(self, program: KernelProgram, arch: str) -> Mapping[str, Any]:
+        found = self._rows("programs", name=program.name, arch=arch)
         if not found:
-            has = ", ".join(map(str, self._manifest.get("architectures", ())))
+            known = self._manifest.get("architectures")
+            has = ", ".join(map(str, known)) if isinstance(known, list) else ""
             raise ExportError(
-                f"export {named(self.folder)} has no program {program!r} for {arch}; it is for "
-                f"{has or 'no architecture'}: export with --arch {arch}"
+                f"export {named(self.folder)} has no program {program.name!r} for {arch}; it is "
+                f"for {has or 'no architecture'}: export with --arch {arch}"
             )
         return found[0]
 
     def _rows(self, key: str, **wanted: str) -> list[Mapping[str, Any]]:
-        try:
-            return [
-                row
-                for row in self._manifest[key]
-                if all(row[name] == value for name, value in wanted.items())
-            ]
-        except (KeyError, TypeError) as error:
-            raise ExportError(
-                f"{named(self.folder / MANIFEST)} is damaged at {key!r}; {_AGAIN}"
-            ) from error
+        rows = self._manifest.get(key)
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise self._damaged(key)
+        return [
+            row for row in rows if all(row.get(name) == value for name, value in wanted.items())
+        ]
+
+    def _damaged(self, key: str) -> ExportError:
+        return ExportError(f"{named(self.folder / MANIFEST)} is damaged at {key!r}; {_AGAIN}")
 
 
 def use_export(folder: str | Path | None) -> None:

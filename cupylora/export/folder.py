@@ -9,6 +9,7 @@ In: architectures and a path. Out: the folder, of which nothing is seen before a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupylora.compiler.arch import supports
+from cupylora.compiler.arch import ARCHITECTURES, supports
 from cupylora.compiler.cache import default_cache
 from cupylora.compiler.exported import MANIFEST
 from cupylora.compiler.nvrtc import compiler_version
@@ -30,11 +31,12 @@ from cupylora.compiler.programs import PROGRAMS, find_program
 from cupylora.errors import CompileError, ExportError
 from cupylora.export.manifest import Built, describe, make_manifest, schema
 from cupylora.export.table import c_table
-from cupylora.files import is_there, named, reason
+from cupylora.files import is_there, named, read_json, reason
 from cupylora.resources import include_dir
 
 __all__ = ["ArchReport", "export_kernels"]
 
+_PR_SET_PDEATHSIG = 1
 SCHEMA, INCLUDE, TABLE = "manifest.schema.json", "include", "cupylora_table.h"
 
 
@@ -58,6 +60,7 @@ def export_kernels(
     anything but a former export or empty, or cannot be written; CompileError without NVRTC.
     """
     version = compiler_version()
+    out = Path(os.path.realpath(out))  # a link stays one: what it leads to is written
     _check_replaceable(out)
     built: list[Built] = []
     reports = []
@@ -74,13 +77,24 @@ def export_kernels(
 
 
 def _check_replaceable(out: Path) -> None:
-    if not is_there(out) or is_there(out / MANIFEST):
-        return
-    if out.is_dir() and not any(out.iterdir()):
+    if not is_there(out) or (out.is_dir() and _is_ours(out)):
         return
     raise ExportError(
         f"{named(out)} is there and is no export; name another --out, or remove it yourself"
     )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether there is nothing in it but an export, or nothing at all."""
+    names = {path.name for path in folder.iterdir()}
+    if not names:
+        return True
+    known = {MANIFEST, SCHEMA, INCLUDE, *ARCHITECTURES}
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except (OSError, ValueError):
+        return False
+    return names <= known and {"format", "cupylora", "programs"} <= manifest.keys()
 
 
 def _build(arch: str, workers: int) -> list[Built]:
@@ -89,7 +103,7 @@ def _build(arch: str, workers: int) -> list[Built]:
     # What takes longest is begun first, so that no worker is left with it at the end.
     order = sorted(programs, key=lambda p: (not p.matrix, -len(p.kernels)))
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(order)), spawn, _end_when_interrupted)
+    pool = ProcessPoolExecutor(min(workers, len(order)), spawn, _end_with_parent)
     try:
         done = {p.name: pool.submit(_compile, p.name, arch) for p in order}
         return [done[p.name].result() for p in programs]
@@ -102,9 +116,13 @@ def _build(arch: str, workers: int) -> list[Built]:
         pool.shutdown(cancel_futures=True)
 
 
-def _end_when_interrupted() -> None:
-    """In a worker: Ctrl-C ends it at once, though it is within the compiler."""
+def _end_with_parent() -> None:
+    """In a worker: Ctrl-C ends it at once, though it is within the compiler, and so does the end of
+    the process that began it, however that came."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    set_option = getattr(ctypes.CDLL(None), "prctl", None)
+    if set_option is not None:  # Linux
+        set_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _compile(name: str, arch: str) -> Built:

@@ -64,7 +64,8 @@ typedef struct cupylora_batch {
   int32_t k_major;      /* a pair's number: 0: t * k + j, 1: j * T + t */
 } cupylora_batch;
 
-/* Device addresses of a batch's lists, R = T * k. */
+/* Device addresses of a batch's lists; R = T * k, S: runs of one (expert, slot) that there can be.
+ */
 typedef struct cupylora_lists {
   uint64_t row_to_pair;           /* int32 [R] */
   uint64_t pair_to_row;           /* int32 [R], -1: not ours */
@@ -146,7 +147,7 @@ typedef struct cupylora_op {
 } cupylora_op;
 
 /* Loads the kernels of the current context's device from an export's folder. Close it in the same
- * context, when nothing that was enqueued with it runs any more. */
+ * context, when nothing that was enqueued with it runs any more; ops planned with it end there. */
 cupylora_status cupylora_open(const char* folder, cupylora** out, cupylora_error* error);
 void cupylora_close(cupylora* opened);
 
@@ -679,7 +680,10 @@ int32_t cupylora_pack_find(const cupylora_pack* pack, const char* name) {
   if (pack == NULL || name == NULL) return -1;
   for (i = 0; i < pack->adapters; ++i) {
     const char* own = (const char*)pack->names + (size_t)i * CUPYLORA_NAME_BYTES;
-    if (strncmp(own, name, CUPYLORA_NAME_BYTES) == 0) return i;
+    if (strncmp(own, name, CUPYLORA_NAME_BYTES) == 0 &&
+        (own[CUPYLORA_NAME_BYTES - 1] == 0 || name[CUPYLORA_NAME_BYTES] == 0)) {
+      return i;
+    }
   }
   return -1;
 }

@@ -808,7 +808,7 @@ static cupylora_status cupylora_i_plan_float32(cupylora_i_build* w, const cupylo
 
 static cupylora_status cupylora_i_plan_half(cupylora_i_build* w, int64_t items, int64_t threads,
                                             int64_t shared) {
-  int64_t blocks;
+  int64_t blocks = 0;
   CUPYLORA_I_TRY(cupylora_i_resident(w, (int)threads, shared, &blocks));
   cupylora_i_add(w, cupylora_i_min(items, blocks), threads, shared, 0, 1);
   return CUPYLORA_OK;
@@ -960,6 +960,8 @@ cupylora_status cupylora_plan_activation(const cupylora* opened, const cupylora_
   CUPYLORA_I_RANGE(activation->hidden, 1, INT32_MAX / 2);
   CUPYLORA_I_RANGE(activation->rows, 1, 2);
   CUPYLORA_I_RANGE(activation->with_bias, 0, 1);
+  CUPYLORA_I_NEED(isfinite(activation->alpha) && isfinite(activation->limit),
+                  "alpha or limit is not finite");
   op->with_bias = activation->with_bias;
   op->x_vector = activation->hidden * (int64_t)op->itemsize % 16 == 0;
   memcpy(&alpha, &activation->alpha, 4), memcpy(&limit, &activation->limit, 4);

@@ -4,6 +4,15 @@
 #define CUPYLORA_IMPLEMENTATION
 #include "cupylora.h"
 
+/* Whether an adapter is found by its name, and by no longer one. */
+static int is_found(const cupylora_pack* pack, int32_t adapter) {
+  char name[CUPYLORA_NAME_BYTES + 2] = {0};
+  memcpy(name, pack->names + adapter * CUPYLORA_NAME_BYTES, CUPYLORA_NAME_BYTES);
+  if (cupylora_pack_find(pack, name) != adapter) return 0;
+  name[strlen(name)] = 'x';
+  return cupylora_pack_find(pack, name) == -1;
+}
+
 static void print_adapter(const cupylora_pack* pack, int32_t adapter, uint64_t address) {
   unsigned char record[CUPYLORA_ENTRY_BYTES];
   cupylora_error error;
@@ -41,7 +50,10 @@ int main(int count, char** words) {
   }
   printf("%d %d %d %d %llu %d\n", pack.adapters, pack.rows, pack.max_rank, (int)pack.dtype,
          (unsigned long long)pack.blocks_bytes, cupylora_pack_find(&pack, "legal"));
-  for (i = 0; i < pack.adapters; ++i) print_adapter(&pack, i, strtoull(words[2], NULL, 0));
+  for (i = 0; i < pack.adapters; ++i) {
+    if (!is_found(&pack, i)) printf("not found: ");
+    print_adapter(&pack, i, strtoull(words[2], NULL, 0));
+  }
   free(file);
   return 0;
 }
