@@ -402,7 +402,7 @@ def test_what_is_refused_is_not_read_however_large_it_claims_to_be(tmp_path: Pat
     os.truncate(file, file.stat().st_size + at)
     start = time.process_time()
     found = inspect_adapter(folder, TOY)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10
     assert not found.values_read
     assert "larger than any factor" in found.problems[0].text
 
@@ -421,7 +421,7 @@ def test_expressions_that_take_long_together_are_refused(
     folder = write(tmp_path / "a", tensors, alpha_pattern=dict.fromkeys(keys, 4))
     start = time.process_time()
     found = inspect_adapter(folder)
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 20
     assert "take too long to match" in found.problems[0].text
     with pytest.raises(AdapterFormatError, match="take too long to match"):
         read_adapter(folder, replace(TOY, layers=300))

@@ -640,7 +640,7 @@ def test_many_names_do_not_make_the_store_slow() -> None:
     start = time.process_time()
     for number in range(20):
         store.keep(f"new{number}", other, DEMO / "legal-stacked-r6")
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 2
     assert store.nbytes == form.nbytes + other.nbytes
 
 
