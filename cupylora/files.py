@@ -19,6 +19,7 @@ from typing import Any
 from cupylora.text import byte_size, quoted
 
 __all__ = [
+    "fill_from",
     "is_folder",
     "is_there",
     "named",
@@ -66,6 +67,18 @@ def open_regular(path: Path) -> FileIO:
         raise ValueError("not a regular file; put the file itself there")
     # The object alone closes it: a number that is closed twice may be another thread's file.
     return FileIO(handle)
+
+
+def fill_from(file: FileIO, begin: int, target: memoryview) -> bool:
+    """Fill ``target`` with a file's bytes from ``begin`` on; False if it ends before. Raises
+    OSError. (One call of the system gives at most 2 GiB.)"""
+    done = 0
+    while done < len(target):
+        got = os.preadv(file.fileno(), [target[done:]], begin + done)
+        if not got:
+            return False
+        done += got
+    return True
 
 
 def read_json(

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from cupylora.checks import check_int
 from cupylora.errors import CapacityError
+from cupylora.size_class import size_class
 
 __all__ = ["PinnedBuffers"]
 
-_CLASS_BITS = 4
 _SMALLEST = 4096
 
 
@@ -52,7 +52,7 @@ class PinnedBuffers:
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """A buffer of ``nbytes``, its content undefined; given back when the array, and all views
         of it, are gone. Raises CapacityError where ``make`` does."""
-        size = _size_class(check_int("nbytes", nbytes, 0))
+        size = size_class(max(1, check_int("nbytes", nbytes, 0)), _SMALLEST)
         memory = self._reused(size)
         if memory is None:
             memory = self._made(size)
@@ -92,9 +92,3 @@ class PinnedBuffers:
             if self._used + self._idle + size <= self._limit:
                 self._kept.setdefault(size, []).append(memory)
                 self._idle += size
-
-
-def _size_class(nbytes: int) -> int:
-    """``nbytes`` and at most 1/16 more, so that buffers of about equal size replace each other."""
-    step = max(_SMALLEST, 1 << max(0, nbytes.bit_length() - 1 - _CLASS_BITS))
-    return max(1, -(-nbytes // step)) * step

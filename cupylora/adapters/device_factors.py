@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora import ops
-from cupylora.adapters.factors import check_in_layer, checked_scale
+from cupylora.adapters.dtypes import not_finite
+from cupylora.adapters.factors import check_in_layer, check_rank, checked_scale
 from cupylora.checks import INT32_MAX, check_array, check_type
-from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.errors import AdapterFormatError, ArgumentError
 from cupylora.interop.convert import borrow
 from cupylora.interop.kinds import is_own
 from cupylora.reference.unpack_factors import MOST_PIECES, PIECE_ELEMENTS, SOURCE_TYPES
@@ -35,9 +36,6 @@ __all__ = [
 
 Array = Any
 """A NumPy or CuPy array, or one of another library."""
-
-_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
-"""Bits of the exponent, all set in infinities and NaNs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +106,7 @@ def check_arrays(
         check_in_layer(where, modules[module], layer, model)
         check_type(where, value, FactorArrays)
         rank = _check_pair(where, value, modules[module], dtype, on_device)
-        if rank > limits.max_rank:
-            raise CapacityError(f"{where}: rank {rank} exceeds max_rank {limits.max_rank}")
+        check_rank(where, rank, limits)
 
 
 def _check_pair(
@@ -193,14 +190,7 @@ def find_not_finite(name: str, factors: Mapping[tuple[int, str], FactorArrays]) 
     """Raise AdapterFormatError for the first factor that has a value that is not finite."""
     for key, value in factors.items():
         for role, array in (("a", value.a), ("b", value.b)):
-            if not _all_finite(array):
+            if not_finite(array).any():
                 raise AdapterFormatError(
                     f"adapter {shown(name)}, {quoted(key)}: {role} holds a value that is not finite"
                 )
-
-
-def _all_finite(array: Array) -> bool:
-    """Told by integer operations, which every array module has for these types."""
-    bits = array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
-    exponent = bits.dtype.type(_EXPONENTS[array.dtype.name])
-    return not bool(((bits & exponent) == exponent).any())

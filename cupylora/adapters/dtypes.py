@@ -38,7 +38,8 @@ def factor_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def not_finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Mask of the infinities and NaNs in contiguous bfloat16, float16 or float32 ``values``.
+    """Mask of the infinities and NaNs in contiguous bfloat16, float16 or float32 ``values``, which
+    may be CuPy's.
 
     Raises ArgumentError for another dtype. (On bits: np.isfinite is many times slower in bfloat16.)
     """

@@ -20,12 +20,12 @@ from cupylora.adapters.packed import AdapterLayout, block_bytes, stride_of, tabl
 from cupylora.adapters.peft import OpenAdapter, check_ranks, same_bytes
 from cupylora.adapters.slots import SlotTable
 from cupylora.adapters.units import Pair, Unit, a_dtype, is_stacked
+from cupylora.checks import INT32_MAX
 from cupylora.reference.unpack_factors import MOST_PIECES, PIECE_ELEMENTS, SOURCE_TYPES
 from cupylora.worklists import FACTOR_PIECE, PACKED, SLOT_ENTRY
 
 __all__ = ["Chunk", "ImportPlan", "chunks_of", "most_pieces", "plan_import"]
 
-_NO_SPLIT = 2**31 - 1
 _EXPERT, _ROW, _COLUMN = 0, 1, 2
 
 
@@ -80,7 +80,7 @@ class _Target:
     blocks: tuple[int, int]
     rows: int
     columns: int
-    split: int = _NO_SPLIT
+    split: int = INT32_MAX
     interleaved: bool = False
     packed: bool = False
 
@@ -178,7 +178,7 @@ class _Planner:
             scale = checked_scale(unit.scale)
             records[row] = table_row(a_block, blocks[-1], strides, unit.rank, scale, table.a_layout)
         rows = unit.group.splits[0][1]
-        interleaved, split = rows.step == 2, _NO_SPLIT
+        interleaved, split = rows.step == 2, INT32_MAX
         if len(blocks) == 2 and not interleaved:
             split = unit.group.out_features // 2
             if rows.start:  # the first module has the upper half

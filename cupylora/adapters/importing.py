@@ -116,20 +116,19 @@ class Importer:
             self._ring = itertools.cycle(rooms)
         staging = next(self._ring)
         staging.wait(self._backend)
-        records = pieces.copy()
-        records["source"] = plan.begin[chunk.pieces] - chunk.begin
+        pieces["source"] = plan.begin[chunk.pieces] - chunk.begin
         size = chunk.end - chunk.begin
         weights.read_into(chunk.file, chunk.begin, staging.host[:size])
         at = -(-size // _ALIGNMENT) * _ALIGNMENT
-        end = at + records.nbytes
-        staging.host[at:end] = records.view(np.uint8)
+        end = at + pieces.nbytes
+        staging.host[at:end] = pieces.view(np.uint8)
         self._backend.upload(staging.device[:end], staging.host[:end])
         ops.unpack_factors(
             staging.device[:at],
             staging.device[at:end].reshape(-1, FACTOR_PIECE_BYTES),
             table.arena.buffer,
             dtype=table.dtype,
-            most_elements=int(records["count"].max()),
+            most_elements=int(pieces["count"].max()),
             fault=fault,
         )
         staging.used = self._backend.mark()

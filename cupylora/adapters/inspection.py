@@ -143,7 +143,7 @@ class Inspection:
         else:
             known = self.problems[index]
             self.problems[index] = Problem(known.text, known.count + 1)
-        if sum(problem.count for problem in self.problems[index:]) >= _MOST_PROBLEMS:
+        if sum(problem.count for problem in self.problems) >= _MOST_PROBLEMS:
             raise _EnoughError
 
 

@@ -37,11 +37,12 @@ from cupylora.adapters.packed import (
     PackedAdapter,
     layout_of,
     misfit,
+    modules_of,
 )
 from cupylora.checks import check_type
 from cupylora.dtypes import DTYPES, dtype_name, resolve_dtype
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
-from cupylora.files import is_there, named, open_regular, parse_json, reason
+from cupylora.files import fill_from, is_there, named, open_regular, parse_json, reason
 from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape
 from cupylora.text import byte_size, quoted, shown
 from cupylora.worklists import PACKED, SLOT_ENTRY, SLOT_ENTRY_BYTES
@@ -119,7 +120,7 @@ def write_pack(
                 made = _pack_all(adapters, model, limits, kind, file)
             blocks = _mapped(place)
             whole = Path(room) / "pack"
-            parts = (target, model.name, model.layers, _modules(model), kind)
+            parts = (target, model.name, model.layers, modules_of(model), kind)
             pack = Pack(*parts, tuple(made), blocks)
             _write(whole, pack)
             os.replace(whole, target)
@@ -160,16 +161,12 @@ def read_pack(path: str | Path, model: ModelShape | None = None) -> Pack:
             f"{named(where)} is no pack that can be read ({why}); make it again with `cupylora "
             "pack`"
         ) from error
-    if model is not None and (pack.layers, pack.modules) != (model.layers, _modules(model)):
+    if model is not None and (pack.layers, pack.modules) != (model.layers, modules_of(model)):
         raise ArgumentError(
             f"pack {named(where)} was made for {shown(pack.model)} with {pack.layers} layers; its "
             f"modules are not those of {shown(model.name)}: pack the adapters for this model"
         )
     return pack
-
-
-def _modules(model: ModelShape) -> tuple[tuple[str, int, int, int], ...]:
-    return tuple((m.name, m.in_features, m.out_features, m.experts) for m in model.modules)
 
 
 def _pack_all(
@@ -326,12 +323,8 @@ def _read(path: Path, file: Any) -> Pack:
         data = np.empty(size, np.uint8)
     except MemoryError:
         raise ValueError(f"its {byte_size(size)} are more than memory holds") from None
-    view, done = memoryview(data.data), 0
-    while done < size:  # one call gives at most 2 GiB
-        got = file.readinto(view[done:])
-        if not got:
-            raise ValueError("it is cut short")
-        done += got
+    if not fill_from(file, start, memoryview(data.data)):
+        raise ValueError("it is cut short")
     parts = _parts(header, data)
     digest = hashlib.sha256()
     for name in _TENSORS[1:]:

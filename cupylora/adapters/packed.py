@@ -8,7 +8,7 @@ what ``store`` keeps and ``SlotTable.store`` copies to the arena.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora.adapters.dtypes import not_finite
-from cupylora.adapters.factors import Adapter, LoraFactors
+from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packing import pack_a
 from cupylora.errors import AdapterFormatError
 from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape
+from cupylora.size_class import size_class
 from cupylora.worklists import PACKED, SLOT_ENTRY
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Block",
     "PackedAdapter",
     "block_bytes",
+    "lay_out",
     "layout_of",
     "misfit",
     "modules_of",
@@ -39,19 +41,15 @@ __all__ = [
 BLOCK_ALIGNMENT = 256
 """Bytes: every block starts at a multiple of it, and no block is smaller."""
 
-_CLASS_BITS = 4
-
 HostBytes = npt.NDArray[np.uint8]
 
 
 def block_bytes(size: int) -> int:
     """Size class of a block of ``size`` bytes: a multiple of 256, at most 1/16 more beyond 4 KiB.
 
-    Classes make blocks of about equal size interchangeable, so that loading and evicting adapters
-    of mixed ranks does not leave gaps that fit nothing.
+    Loading and evicting adapters of mixed ranks does not leave gaps that fit nothing then.
     """
-    step = max(BLOCK_ALIGNMENT, 1 << max(0, (size - 1).bit_length() - 1 - _CLASS_BITS))
-    return -(-size // step) * step
+    return size_class(size, BLOCK_ALIGNMENT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +75,13 @@ class AdapterLayout:
         return sum(self.sizes)
 
 
-Modules = Sequence[tuple[str, int, int, int]]
+Modules = tuple[tuple[str, int, int, int], ...]
 """Name, in, out and experts of each module of a layer."""
 
 
 def modules_of(model: ModelShape) -> Modules:
     """As a layout is checked against."""
-    return [(m.name, m.in_features, m.out_features, m.experts) for m in model.modules]
+    return tuple((m.name, m.in_features, m.out_features, m.experts) for m in model.modules)
 
 
 def misfit(layout: AdapterLayout, modules: Modules) -> str | None:
@@ -141,11 +139,16 @@ class Block:
     """What one block holds: a factor as the adapter has it. where: for messages."""
 
     role: str
-    array: npt.NDArray[Any]
+    array: Any
     where: str
 
+    def is_packed(self, a_layout: int) -> bool:
+        """Whether its rows become K-chunks in a table of this layout."""
+        return self.role == "a" and a_layout == PACKED
+
     def values(self, dtype: np.dtype[Any], a_layout: int) -> HostBytes:
-        """Its bytes in a table of these; AdapterFormatError if a value is or becomes not finite."""
+        """The bytes of a host array in a table of these; AdapterFormatError if a value is or
+        becomes not finite."""
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(self.array).astype(dtype, copy=False)
         if not_finite(values).any():
@@ -153,7 +156,7 @@ class Block:
                 f"{self.where} holds a value that is not finite as {dtype}; use a table of wider "
                 "range (bfloat16 or float32) or repair the adapter"
             )
-        if self.role == "a" and a_layout == PACKED:
+        if self.is_packed(a_layout):
             values = pack_a(values)
         return values.reshape(-1).view(np.uint8)
 
@@ -161,29 +164,44 @@ class Block:
 def layout_of(
     adapter: Adapter, model: ModelShape, limits: LoraLimits, dtype: np.dtype[Any], a_layout: int
 ) -> tuple[AdapterLayout, list[Block]]:
-    """The layout of ``adapter`` in a table of these, and what is to go into each block.
-
-    An array that several modules have in the same role is one block. Raises as ``Adapter.check``.
-    """
+    """The layout of ``adapter`` in a table of these, and what is to go into each block. Raises as
+    ``Adapter.check``."""
     adapter.check(model, limits)
+    return lay_out(adapter.name, adapter.factors, model, dtype, a_layout, adapter.source)
+
+
+def lay_out(
+    name: str,
+    factors: Mapping[tuple[int, str], Any],
+    model: ModelShape,
+    dtype: np.dtype[Any],
+    a_layout: int,
+    source: str,
+) -> tuple[AdapterLayout, list[Block]]:
+    """``layout_of`` of factors (LoraFactors or FactorArrays) that were checked against ``model``.
+
+    An array that several modules have in the same role is one block.
+    """
     numbers = {module.name: i for i, module in enumerate(model.modules)}
     known: dict[tuple[str, int], int] = {}
     blocks: list[Block] = []
     records = np.zeros(model.layers * len(numbers), SLOT_ENTRY)
-    for (layer, module), factors in adapter.factors.items():
-        where = f"adapter {adapter.name}, layer {layer}, {module}"
-        for role, array in (("a", factors.a), ("b", factors.b)):
+    max_rank = 0
+    for (layer, module), value in factors.items():
+        where = f"adapter {name}, layer {layer}, {module}"
+        for role, array in (("a", value.a), ("b", value.b)):
             if (role, id(array)) not in known:
                 known[role, id(array)] = len(blocks)
                 blocks.append(Block(role, array, f"{where}: {role.upper()}"))
-        records[layer * len(numbers) + numbers[module]] = _record(
-            factors, known["a", id(factors.a)], known["b", id(factors.b)], dtype, a_layout
+        rank = int(value.a.shape[1])
+        max_rank = max(max_rank, rank)
+        places = known["a", id(value.a)], known["b", id(value.b)]
+        strides = stride_of(value.a.shape, dtype), stride_of(value.b.shape, dtype)
+        records[layer * len(numbers) + numbers[module]] = table_row(
+            *places, strides, rank, value.scale, a_layout
         )
-    sizes = tuple(block_bytes(block.array.size * dtype.itemsize) for block in blocks)
-    layout = AdapterLayout(
-        adapter.name, sizes, records, adapter.max_rank, dtype, a_layout, adapter.source
-    )
-    return layout, blocks
+    sizes = tuple(block_bytes(int(block.array.size) * dtype.itemsize) for block in blocks)
+    return AdapterLayout(name, sizes, records, max_rank, dtype, a_layout, source), blocks
 
 
 def pack_adapter(
@@ -208,13 +226,6 @@ def pack_adapter(
         buffer[at + data.size : at + size] = 0
         at += size
     return PackedAdapter(layout, buffer)
-
-
-def _record(
-    factors: LoraFactors, a_block: int, b_block: int, dtype: np.dtype[Any], a_layout: int
-) -> tuple[Any, ...]:
-    strides = (stride_of(factors.a.shape, dtype), stride_of(factors.b.shape, dtype))
-    return table_row(a_block, b_block, strides, factors.rank, factors.scale, a_layout)
 
 
 def table_row(

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora.errors import AdapterFormatError
-from cupylora.files import is_there, named, open_regular, parse_json, read_json, reason
+from cupylora.files import fill_from, is_there, named, open_regular, parse_json, read_json, reason
 from cupylora.text import byte_size, listed, quoted, shown
 
 __all__ = [
@@ -86,7 +86,9 @@ class WeightFiles:
 
     def __init__(self, files: Iterable[_OpenFile]) -> None:
         self._files = tuple(files)
-        self._home = {name: file for file in self._files for name in file.tensors}
+        self._home = {
+            name: number for number, file in enumerate(self._files) for name in file.tensors
+        }
         self.tensors: Mapping[str, TensorInfo] = {
             name: info for file in self._files for name, info in file.tensors.items()
         }
@@ -110,12 +112,11 @@ class WeightFiles:
 
     def pieces(self, name: str, nbytes: int) -> Iterator[Array]:
         """Tensor ``name`` flat, in pieces of at most ``nbytes`` (at least one element) each."""
-        return self._home[name].pieces(self.tensors[name], nbytes)
+        return self._files[self._home[name]].pieces(self.tensors[name], nbytes)
 
     def place_of(self, name: str) -> tuple[int, int]:
         """Number of the file in ``paths`` that holds tensor ``name``, and where its data begins."""
-        home = self._home[name]
-        return self._files.index(home), self.tensors[name].begin
+        return self._home[name], self.tensors[name].begin
 
     def read_into(self, number: int, begin: int, target: npt.NDArray[np.uint8]) -> None:
         """Fill ``target`` with the data of file ``number`` from byte ``begin`` on.
@@ -194,15 +195,12 @@ class _OpenFile:
 
     def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
         """Fill ``target`` with the data from ``begin`` on."""
-        view, done = memoryview(target.data), 0
         try:
-            while done < len(view):
-                got = os.preadv(self.file.fileno(), [view[done:]], self.start + begin + done)
-                if not got:
-                    raise _shorter(self.path)
-                done += got
+            whole = fill_from(self.file, self.start + begin, memoryview(target.data))
         except OSError as error:
             raise _unreadable(self.path, error) from error
+        if not whole:
+            raise _error(self.path, "became shorter while it was read; load it again")
 
     def _bytes(self, begin: int, size: int) -> Array:
         """``size`` bytes of the data from ``begin`` on, in memory of their own."""
@@ -216,10 +214,6 @@ class _OpenFile:
             ) from error
         self.read_into(begin, body)
         return body
-
-
-def _shorter(path: Path) -> AdapterFormatError:
-    return _error(path, "became shorter while it was read; load it again")
 
 
 def _error(path: Path, problem: str) -> AdapterFormatError:

@@ -38,11 +38,10 @@ from cupylora.adapters.packed import (
     AdapterLayout,
     PackedAdapter,
     block_bytes,
+    lay_out,
     layout_of,
     misfit,
     modules_of,
-    stride_of,
-    table_row,
 )
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
@@ -418,32 +417,14 @@ class SlotTable:
         on_device = self.xp is not np
         factors = borrow_factors(name, factors, on_device=on_device)
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
-        records = np.zeros(len(self.entries), SLOT_ENTRY)
-        numbers: dict[tuple[str, int], int] = {}
-        arrays: list[Array] = []
-        for (layer, module), value in factors.items():
-            for role, array in (("a", value.a), ("b", value.b)):
-                if (role, id(array)) not in numbers:
-                    numbers[role, id(array)] = len(arrays)
-                    arrays.append(array)
-            records[self.row(layer, self._modules[module])] = table_row(
-                numbers["a", id(value.a)],
-                numbers["b", id(value.b)],
-                (stride_of(value.a.shape, self.dtype), stride_of(value.b.shape, self.dtype)),
-                value.a.shape[1],
-                value.scale,
-                self.a_layout,
-            )
-        sizes = tuple(block_bytes(int(array.nbytes)) for array in arrays)
-        rank = max((int(value.a.shape[1]) for value in factors.values()), default=0)
-        layout = AdapterLayout(
-            name, sizes, records, rank, self.dtype, self.a_layout, "device arrays"
+        layout, blocks = lay_out(
+            name, factors, self.model, self.dtype, self.a_layout, "device arrays"
         )
-
-        packed = [role == "a" and self.a_layout == PACKED for role, _ in numbers]
+        arrays = [block.array for block in blocks]
+        packed = [block.is_packed(self.a_layout) for block in blocks]
 
         def write(offsets: Sequence[int]) -> None:
-            self.arena.clear(offsets, sizes)
+            self.arena.clear(offsets, layout.sizes)
             target = self.arena.buffer
             try:
                 unpack_arrays(arrays, offsets, target, packed=packed, xp=self.xp)

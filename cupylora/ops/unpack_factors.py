@@ -8,12 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from cupylora import reference
-from cupylora.checks import INT32, UINT8, check_array, check_int
 from cupylora.dtypes import dtype_name, resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.ops._device import address, blocks_for, check_aligned, device_op, enqueue
-from cupylora.reference.unpack_factors import MOST_PIECES
-from cupylora.worklists import FACTOR_PIECE_BYTES, Array
+from cupylora.reference.unpack_factors import check_unpack
+from cupylora.worklists import Array
 
 __all__ = ["unpack_factors"]
 
@@ -35,14 +34,7 @@ def unpack_factors(
     most_elements: int,
     fault: Array,
 ) -> None:
-    for name, array in (("source", source), ("target", target)):
-        check_array(name, array, dtype=UINT8, shape=(None,), on_device=True)
-    shape = (None, FACTOR_PIECE_BYTES)
-    check_array("pieces", pieces, dtype=UINT8, shape=shape, on_device=True)
-    check_array("fault", fault, dtype=INT32, shape=(1,), on_device=True)
-    most_elements = check_int("most_elements", most_elements, 0)
-    if len(pieces) > MOST_PIECES:
-        raise ArgumentError(f"pieces has {len(pieces)} records; {MOST_PIECES} at most")
+    most_elements = check_unpack(source, pieces, target, most_elements, fault, on_device=True)
     for name, array in (("pieces", pieces), ("target", target)):
         check_aligned(name, array)
     if address(source) % _SOURCE_ALIGNMENT:

@@ -18,7 +18,7 @@ from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
 from cupylora.worklists import FACTOR_PIECE, FACTOR_PIECE_BYTES, Array
 
-__all__ = ["MOST_PIECES", "PIECE_ELEMENTS", "SOURCE_TYPES", "unpack_factors"]
+__all__ = ["MOST_PIECES", "PIECE_ELEMENTS", "SOURCE_TYPES", "check_unpack", "unpack_factors"]
 
 MOST_PIECES = 65_535
 """Records of one call: what the second dimension of a grid can have."""
@@ -54,14 +54,7 @@ def unpack_factors(
 
     Raises ArgumentError for arrays of another form, or a dtype that factors cannot have.
     """
-    for name, array in (("source", source), ("target", target)):
-        check_array(name, array, dtype=UINT8, shape=(None,), on_device=False)
-    shape = (None, FACTOR_PIECE_BYTES)
-    check_array("pieces", pieces, dtype=UINT8, shape=shape, on_device=False)
-    check_array("fault", fault, dtype=INT32, shape=(1,), on_device=False)
-    check_int("most_elements", most_elements, 0)
-    if len(pieces) > MOST_PIECES:
-        raise ArgumentError(f"pieces has {len(pieces)} records; {MOST_PIECES} at most")
+    check_unpack(source, pieces, target, most_elements, fault, on_device=False)
     dtype = resolve_dtype(dtype)
     for piece in pieces.reshape(-1).view(FACTOR_PIECE):
         kind = SOURCE_TYPES[piece["source_type"]]
@@ -74,6 +67,26 @@ def unpack_factors(
             values = values.astype(dtype)
         fault[0] |= not_finite(values).any()
         _scatter(piece, values, target)
+
+
+def check_unpack(
+    source: Array,
+    pieces: Array,
+    target: Array,
+    most_elements: int,
+    fault: Array,
+    *,
+    on_device: bool,
+) -> int:
+    """The checks of ``unpack_factors``, wherever its arrays are; ``most_elements`` as an int."""
+    for name, array in (("source", source), ("target", target)):
+        check_array(name, array, dtype=UINT8, shape=(None,), on_device=on_device)
+    shape = (None, FACTOR_PIECE_BYTES)
+    check_array("pieces", pieces, dtype=UINT8, shape=shape, on_device=on_device)
+    check_array("fault", fault, dtype=INT32, shape=(1,), on_device=on_device)
+    if len(pieces) > MOST_PIECES:
+        raise ArgumentError(f"pieces has {len(pieces)} records; {MOST_PIECES} at most")
+    return check_int("most_elements", most_elements, 0)
 
 
 def _scaled(values: npt.NDArray[Any], ratio: float) -> tuple[npt.NDArray[Any], bool]:
