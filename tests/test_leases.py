@@ -10,30 +10,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manual_fence import ManualFence
 
 from cupylora.adapters.leases import Reservation, SlotLeases
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.graphs.fence import DirectFence, StepFence
-
-
-class ManualFence(StepFence):
-    """Steps are over when a test says so; waiting finishes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.over = 0
-        self.waited: list[int] = []
-
-    def submit(self) -> int:
-        self.enqueued += 1
-        return self.enqueued
-
-    def finished(self) -> int:
-        return self.over
-
-    def wait(self, step: int) -> None:
-        self.waited.append(step)
-        self.over = max(self.over, step)
 
 
 def leases(*names: str, slots: int = 3, fence: StepFence | None = None) -> SlotLeases:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_util import BACKENDS, make_table
+from manual_fence import ManualFence
 from runtime_util import MAX_RANK, MODEL, Harness, Inputs, adapter
 
 from cupylora.adapters.factors import Adapter
 from cupylora.backend import ArrayBackend, NumpyBackend, open_backend
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError, GraphError
 from cupylora.graphs.buckets import DispatchOptions
-from cupylora.graphs.fence import StepFence
 from cupylora.graphs.manager import GraphOptions, Step
 from cupylora.resources import data_dir
 from cupylora.runtime import LoraRuntime
@@ -207,26 +207,8 @@ def test_a_step_that_fails_halfway_still_holds_its_slots(backend: ArrayBackend) 
 # --- order in time -----------------------------------------------------------------------------
 
 
-class LateFence(StepFence):
-    """Steps are over only when somebody waits for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.over = 0
-
-    def submit(self) -> int:
-        self.enqueued += 1
-        return self.enqueued
-
-    def finished(self) -> int:
-        return self.over
-
-    def wait(self, step: int) -> None:
-        self.over = max(self.over, step)
-
-
-def late(made: Harness) -> LateFence:
-    fence = LateFence()
+def late(made: Harness) -> ManualFence:
+    fence = ManualFence()
     made.runtime._fence = made.runtime.leases.fence = fence
     return fence
 

@@ -27,8 +27,8 @@ from cupylora.backend import ArrayBackend, open_backend
 from cupylora.dtypes import resolve_dtype
 from cupylora.graphs.buckets import DispatchOptions
 from cupylora.graphs.manager import GraphOptions, Step
-from cupylora.layers.batch import StackInputs
 from cupylora.layers.stack import LayerStack
+from cupylora.layers.stack_buffers import add_stack_buffers, stack_inputs
 from cupylora.runtime import LoraRuntime
 from cupylora.shapes import LoraLimits, ModelShape, load_model
 
@@ -74,28 +74,8 @@ def runtime_of(
 
 def lora_step(runtime: LoraRuntime, stack: LayerStack) -> Callable[[Step], object]:
     """The stack's step over buffers that it adds to ``runtime``."""
-    model, moe, add = stack.model, stack.model.moe, runtime.add_buffer
-    top_k = moe.top_k if moe else 1
-    add("x", (model.hidden,), BF16)
-    add("ids", (top_k,), np.int32, layers=model.layers, pad=-1)
-    add("weights", (top_k,), np.float32, layers=model.layers)
-    for number, group in enumerate(model.dense_groups):
-        add(f"dense_x{number}", (group[0].in_features,), BF16)
-        add(f"dense_y{number}", (sum(m.out_features for m in group),), BF16)
-    groups, layers = range(len(model.dense_groups)), range(model.layers)
-
-    def one_step(step: Step) -> object:
-        inputs = StackInputs(
-            step["x"],
-            tuple(step[f"dense_x{number}"] for number in groups),
-            tuple(step[f"dense_y{number}"] for number in groups),
-            step.token_to_slot,
-            tuple(step["ids"][layer] for layer in layers),
-            tuple(step["weights"][layer] for layer in layers),
-        )
-        return stack.step(inputs, active=step.active)
-
-    return one_step
+    add_stack_buffers(runtime.add_buffer, stack.model, stack.dtype)
+    return lambda step: stack.step(stack_inputs(step, stack.model), active=step.active)
 
 
 def fill_routes(runtime: LoraRuntime, model: ModelShape, tokens: int) -> None:
@@ -109,7 +89,7 @@ def fill_routes(runtime: LoraRuntime, model: ModelShape, tokens: int) -> None:
         views = runtime.buffers.views(tokens)
         for layer in range(model.layers):
             rows = runtime.backend.asarray(np.ascontiguousarray(ids[layer]))
-            runtime.backend.copy(views["ids"][layer], rows)
+            runtime.backend.copy(views["topk_ids"][layer], rows)
 
 
 # --- host ----------------------------------------------------------------------------------------

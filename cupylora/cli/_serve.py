@@ -18,7 +18,8 @@ import numpy.typing as npt
 from cupylora.cli._setup import RunSetup
 from cupylora.graphs.buckets import DispatchCounts, DispatchOptions
 from cupylora.graphs.manager import CapturedGraph, GraphOptions, Step
-from cupylora.layers.batch import StackBatch, StackInputs, make_batch
+from cupylora.layers.batch import StackInputs, make_batch
+from cupylora.layers.stack_buffers import add_stack_buffers, stack_inputs
 from cupylora.runtime import LoraRuntime
 from cupylora.text import counted
 
@@ -101,7 +102,8 @@ class _Server:
             self.rows = make_batch(
                 setup.model, setup.backend, empty, dtype=dtype, seed=setup.options.seed
             )
-        self._add_buffers(self.rows)
+        add_stack_buffers(self.runtime.add_buffer, setup.model, setup.stack.dtype)
+        self.runtime.add_buffer("out", (setup.model.hidden,), setup.stack.dtype)
         self.runtime.set_step(self._step_function)
         self.host_seconds: list[float] = []
         self.tokens = self.loads = self.unloads = self.differing = 0
@@ -133,28 +135,8 @@ class _Server:
                 self.differing += served != self._eagerly(slots)
 
     def _step_function(self, step: Step) -> None:
-        layers = range(self.setup.model.layers)
-        dense = range(len(self.rows.dense_x))
-        inputs = StackInputs(
-            x=step["x"],
-            dense_x=tuple(step[f"dense_x{group}"] for group in dense),
-            dense_y=tuple(step[f"dense_y{group}"] for group in dense),
-            token_to_slot=step.token_to_slot,
-            topk_ids=tuple(step["topk_ids"][layer] for layer in layers),
-            topk_weights=tuple(step["topk_weights"][layer] for layer in layers),
-        )
+        inputs = stack_inputs(step, self.setup.model)
         self.backend.copy(step["out"], self.stack.step(inputs, active=step.active))
-
-    def _add_buffers(self, rows: StackBatch) -> None:
-        add, dtype, layers = self.runtime.add_buffer, self.stack.dtype, len(rows.topk_ids)
-        width = rows.topk_ids[0].shape[1]
-        add("x", rows.x.shape[1:], dtype)
-        add("out", rows.x.shape[1:], dtype)
-        add("topk_ids", (width,), np.int32, layers=layers, pad=-1)
-        add("topk_weights", (width,), np.float32, layers=layers)
-        for kind, arrays in (("dense_x", rows.dense_x), ("dense_y", rows.dense_y)):
-            for group, array in enumerate(arrays):
-                add(f"{kind}{group}", array.shape[1:], dtype)
 
     def _write(self, tokens: int) -> None:
         """The first ``tokens`` rows of the traffic into the buffers."""
