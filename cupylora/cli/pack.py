@@ -33,7 +33,7 @@ __all__ = ["command"]
     type=click.Path(path_type=Path),
     required=True,
     metavar="FILE",
-    help="What to write; a file there is replaced.",
+    help="What to write; a pack there is replaced, another file is not.",
 )
 @dtype_option
 @max_rank_option
