@@ -18,8 +18,8 @@ from cupylora.checks import is_on_device
 from cupylora.errors import ArgumentError
 from cupylora.interop import dlpack, layout
 from cupylora.interop.cuda_interface import read_interface
-from cupylora.interop.kinds import home_of, is_foreign, is_own, offers
-from cupylora.interop.layout import Memory
+from cupylora.interop.kinds import is_foreign, is_own, offers
+from cupylora.interop.layout import Memory, home_of
 from cupylora.interop.lifetimes import Lease, release_finished
 from cupylora.interop.streams import dlpack_stream, order_behind, require_device
 from cupylora.interop.view import ArrayView

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from cupylora.interop.layout import home_of
 from cupylora.interop.view import ArrayView
 from cupylora.worklists import ArrayBundle
 
-__all__ = ["OWN_TYPES", "all_own", "home_of", "is_foreign", "is_own", "offers"]
+__all__ = ["OWN_TYPES", "all_own", "is_foreign", "is_own", "offers"]
 
 OWN_TYPES: set[type] = {np.ndarray, int, float, bool, str, type(None)}
 """Types whose instances are never converted, found so far. They may be added to, never removed."""
@@ -43,12 +44,6 @@ def all_own(values: Iterable[Any]) -> bool:
         if not (all_own(value) if kind is list or kind is tuple else _look_into(value)):
             return False
     return True
-
-
-def home_of(kind: type) -> str:
-    """The library that a type is of."""
-    module = getattr(kind, "__module__", None)
-    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def is_own(value: Any) -> bool:

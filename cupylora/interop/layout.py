@@ -1,7 +1,7 @@
 """How DLPack lays a tensor out in memory, and the numbers it has for devices and types.
 
 Shared by ``dlpack``, which reads capsules, and ``export``, which makes them; and what every form of
-an array comes down to, :class:`Memory`.
+an array comes down to, :class:`Memory`, and whose a type is.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "Memory",
     "c_strides",
     "check_memory",
+    "home_of",
     "python_function",
 ]
 
@@ -84,6 +85,12 @@ class Memory(NamedTuple):
     strides: tuple[int, ...] | None
     read_only: bool
     owner: object
+
+
+def home_of(kind: type) -> str:
+    """The library that a type is of."""
+    module = getattr(kind, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def check_memory(name: str, memory: Memory) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from cupylora.compiler import driver
 from cupylora.device import require_cuda
 from cupylora.errors import ArgumentError, GraphError
+from cupylora.interop.layout import home_of
 
 __all__ = [
     "as_stream",
@@ -148,7 +149,7 @@ def dlpack_stream(value: Any, current: int) -> int | None:
     """
     if driver.is_capturing(current):
         # JAX takes every number for a handle; it makes nobody wait if it gets none.
-        return None if type(value).__module__.partition(".")[0] in ("jax", "jaxlib") else -1
+        return None if home_of(type(value)) in ("jax", "jaxlib") else -1
     return current or _LEGACY
 
 
