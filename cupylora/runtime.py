@@ -17,10 +17,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.importing import Importer
-from cupylora.adapters.leases import SlotLeases
+from cupylora.adapters.leases import SlotLeases, SlotSet, slots_in
 from cupylora.adapters.packed import PackedAdapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
@@ -41,6 +41,7 @@ from cupylora.graphs.buffers import Pad, StepBuffers
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
 from cupylora.graphs.fence import CudaFence, DirectFence, StepFence
 from cupylora.graphs.manager import CapturedGraph, GraphOptions, StepFunction, StepGraphs
+from cupylora.graphs.staging import is_host_int32
 from cupylora.interop.convert import borrow
 from cupylora.interop.lifetimes import release_finished
 from cupylora.shapes import LoraLimits, ModelShape
@@ -52,8 +53,7 @@ __all__ = ["LoraRuntime", "RuntimeStep"]
 Generations = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class RuntimeStep:
+class RuntimeStep(NamedTuple):
     """One step that was enqueued.
 
     number: counted from 1; 0 for a batch of no tokens. key: of the graph replayed; None: eager.
@@ -470,8 +470,9 @@ class LoraRuntime:
         """Switch a slot that no step reads to what was stored, and the name to the slot."""
         with self._lock:
             place = self.leases.reserve(name, keep)
+            read_by = self.leases.last_step(place.slot)
         try:
-            self.leases.wait(place.slot)
+            self._fence.wait(read_by)
             with self._copying():
                 self.table.place(place.slot, stored)
             with self._lock:
@@ -610,19 +611,23 @@ class LoraRuntime:
                 raise GraphError("step was called from inside a step or a capture")
             self.backend.check_status()
             batch = graphs.read(token_to_slot)
-            self.leases.require_serving(batch.used)
+            used = batch.used
+            self.leases.require_serving(used)
             if as_of is not None:
-                self._require_same(batch.used, as_of)
-            number, self._inside = 0, True
+                self._require_same(used, as_of)
+            number, recorder = 0, self.recorder
+            before = recorder.enter_device()
+            self._inside = True
             try:
-                with self.recorder.on_device():
-                    made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
+                made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
             finally:  # also where it failed halfway: what was enqueued reads these slots
                 self._inside = False
                 if batch.num_tokens:
                     number = self._fence.submit()
-                    self.leases.use(batch.used, number)
-            return RuntimeStep(number, made.key, made.num_tokens, made.groups, self._generations)
+                    self.leases.use(used, number)
+                if before is not None:
+                    recorder.leave_device(before)
+            return RuntimeStep(number, *made, self._generations)
 
     def step_requests(
         self,
@@ -639,16 +644,19 @@ class LoraRuntime:
         slots, lengths = _host_int32("slots", slots), _host_int32("lengths", lengths)
         if len(slots) != len(lengths):
             raise ArgumentError(f"slots has {len(slots)} requests, lengths {len(lengths)}")
-        if len(lengths) and int(lengths.min()) < 0:
-            request = int(np.argmin(lengths))
-            raise ArgumentError(f"lengths[{request}] is {lengths[request]}; 0 or more is needed")
+        if len(lengths):
+            request = int(lengths.argmin())
+            if lengths[request] < 0:
+                raise ArgumentError(
+                    f"lengths[{request}] is {lengths[request]}; 0 or more is needed"
+                )
         tokens = int(lengths.sum(dtype=np.int64))
         if tokens > self.buffers.max_tokens:
             raise CapacityError(
                 f"lengths are {counted(tokens, 'token')} together; there is room for "
                 f"{self.buffers.max_tokens}"
             )
-        token_to_slot = np.repeat(slots, lengths)
+        token_to_slot = slots.repeat(lengths)
         return self.step(token_to_slot, as_of=as_of, num_reqs=len(slots), uniform=uniform)
 
     def step_names(
@@ -693,13 +701,13 @@ class LoraRuntime:
             raise ArgumentError("there is no step function yet; call set_step first")
         return self._graphs
 
-    def _require_same(self, used: npt.NDArray[np.bool_], as_of: Generations) -> None:
-        shape = (len(used),)
+    def _require_same(self, used: SlotSet, as_of: Generations) -> None:
+        shape = self._generations.shape
         as_of = borrow("as_of", as_of, on_device=False)
         check_array("as_of", as_of, dtype=np.dtype(np.int64), shape=shape, on_device=False)
-        changed = used & (as_of != self._generations)
-        if changed.any():
-            slots = ", ".join(map(str, np.flatnonzero(changed).tolist()))
+        changed = [slot for slot in slots_in(used) if as_of[slot] != self._generations[slot]]
+        if changed:
+            slots = ", ".join(map(str, changed))
             raise ArgumentError(
                 f"slot {slots} holds another load than when it was looked up; look the adapters up "
                 "again (slots_of), or pin them"
@@ -767,6 +775,9 @@ def _check_names(what: str, names: Any) -> Sequence[Any]:
 
 
 def _host_int32(name: str, array: Any) -> npt.NDArray[np.int32]:
+    if is_host_int32(array):
+        given: npt.NDArray[np.int32] = array
+        return given
     taken: npt.NDArray[np.int32] = borrow(name, array, on_device=False)
     check_array(name, taken, dtype=INT32, shape=(None,), on_device=False)
     return taken

@@ -290,9 +290,10 @@ def test_a_load_interrupted_before_that_changes_nothing(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(made.runtime.leases, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made.runtime.load("b", adapter(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(made.runtime._fence, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.runtime.load("b", adapter(6))
     assert made.runtime.loaded == {"a0": 0, "a1": 1}
     assert made.runtime.table.arena.used_bytes == used
     for got, want in zip(made.run(batch(made, "a0", "a1")), expected, strict=True):

@@ -67,12 +67,13 @@ class CudaFence(StepFence):
         self._lock = threading.RLock()
 
     def submit(self) -> int:
-        """Record an event; waits for the oldest step where too many are under way."""
+        """Record an event; the oldest step's, once that is over, where all are taken."""
         with self._lock:
-            if not self._free:
-                self._running[0].synchronize()
-                self.finished()
-            event = self._free.pop()
+            if self._free:
+                event = self._free.pop()
+            else:
+                event = self._running.popleft()
+                event.synchronize()
             event.record(self._stream)
             self._running.append(event)
             self.enqueued += 1

@@ -2,9 +2,10 @@
 
     token_to_slot (host) --> staging: check, count groups --> dispatcher: key, or none
                                  |                                |
-                 one copy, padded to the key's bucket         graph of the key: one launch
-                                 v                            none: the step function itself
-                          buffers (never moved) <---------------- reads and writes
+                     ring in pinned memory                    graph of the key: one launch
+                                 v                            none: the same, call by call
+                          buffers (never moved) <---------------- takes the batch, padded to the
+                                                                  key's bucket; step function
 
 The step function is the host's: it enqueues everything a step does, base model and LoRA layers
 alike, on views of the buffers, for the number of tokens and of adapters that it is told. It is
@@ -16,7 +17,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_choice, check_int, check_type
@@ -30,7 +33,7 @@ from cupylora.graphs.buckets import (
 )
 from cupylora.graphs.buffers import SLOTS, StepBuffers, StepViews
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
-from cupylora.graphs.staging import BatchSlots, HostSlots, SlotReader, make_staging
+from cupylora.graphs.staging import BatchSlots, SlotReader, make_staging
 from cupylora.worklists import Array
 
 __all__ = ["CapturedGraph", "GraphOptions", "Step", "StepGraphs", "StepResult"]
@@ -38,6 +41,9 @@ __all__ = ["CapturedGraph", "GraphOptions", "Step", "StepGraphs", "StepResult"]
 _DROP_AFTER = 16
 """Batches by which a key must be asked for oftener than a graph was replayed to take its room: a
 capture costs about as much as so many eager steps save."""
+
+_NO_SLOTS = np.empty(0, np.int32)
+"""Of a batch of padding alone."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,7 @@ class Step:
 StepFunction = Callable[[Step], object]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step did. key: of the graph that was replayed; None: it ran eagerly, or there were
     no tokens. num_tokens: without padding. groups: as ``count_active_loras`` counts."""
 
@@ -158,8 +163,7 @@ class StepGraphs:
         self.buffers, self._function = buffers, function
         self.recorder = recorder or _recorder(buffers.backend, stream)
         self._reader = SlotReader(buffers.max_tokens, max_loras)
-        slots = buffers.views(buffers.max_tokens)[SLOTS]
-        self._staging = make_staging(buffers.backend, slots, self.recorder.stream)
+        self._staging = make_staging(buffers, self.recorder.stream)
         self._graphs: dict[BatchKey, _Graph] = {}
         self._asked: dict[BatchKey, int] = {}
         self.failures: dict[BatchKey, str] = {}
@@ -233,7 +237,7 @@ class StepGraphs:
 
     def read(self, token_to_slot: Any) -> BatchSlots:
         """Check and count a batch, as ``step`` does; valid until the next read."""
-        return self._reader.read(token_to_slot)
+        return self._reader.read(token_to_slot, self._staging.room())
 
     def step(
         self, token_to_slot: Any, *, num_reqs: int | None = None, uniform: bool = False
@@ -247,13 +251,13 @@ class StepGraphs:
         GraphError where a launch fails, and whatever the step function raises in an eager step.
         """
         with self._lock:
-            return self.run(self._reader.read(token_to_slot), num_reqs=num_reqs, uniform=uniform)
+            return self.run(self.read(token_to_slot), num_reqs=num_reqs, uniform=uniform)
 
     def run(
         self, batch: BatchSlots, *, num_reqs: int | None = None, uniform: bool = False
     ) -> StepResult:
-        """``step`` for a batch already read. The caller keeps other steps out."""
-        tokens, groups = batch.num_tokens, batch.groups
+        """``step`` for the batch read last. The caller keeps other steps out."""
+        tokens, _, groups = batch
         if not self.options.enabled:
             self.dispatcher.count_eager("graphs are off")
             self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
@@ -262,31 +266,45 @@ class StepGraphs:
             ideal = self.dispatcher.ideal(tokens, groups)
             if ideal is not None and ideal not in self._graphs and self._may_capture(ideal):
                 return self._first_of(ideal, batch)
-        key = self.dispatcher.dispatch(tokens, groups, num_reqs=num_reqs, uniform=uniform)
-        if key is None:
+        choice = self.dispatcher.choose(tokens, groups, num_reqs=num_reqs, uniform=uniform)
+        if choice is None:
             self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
-        else:
-            self._stage(batch.slots, key.num_tokens)
-            graph = self._graphs[key]
-            graph.recording.launch()
-            graph.replays += 1
-        return StepResult(key, tokens, groups)
+            return StepResult(None, tokens, groups)
+        self._replay(choice.graph, tokens)
+        return StepResult(choice.key, tokens, groups)
 
-    def _stage(self, slots: HostSlots, rows: int) -> None:
-        # The copy first: it makes the device's context current in a new thread, which the driver's
-        # own functions behind it need.
-        self._staging.send(slots, rows)
-        self.buffers.pad(len(slots), rows, self.recorder.handle)
+    def _replay(self, graph: _Graph, tokens: int) -> None:
+        self._staging.publish(tokens)
+        try:
+            graph.recording.launch()
+        except BaseException:
+            self._staging.withdraw()
+            raise
+        graph.replays += 1
 
     def _eager(self, batch: BatchSlots, key: BatchKey) -> None:
         if batch.num_tokens:
-            self._stage(batch.slots, key.num_tokens)
+            self._run_now(key, batch.num_tokens)
+
+    def _run_now(self, key: BatchKey, tokens: int) -> None:
+        """The step's calls one by one, for the ``tokens`` slots that were read."""
+        with self.recorder.active():
+            self._staging.publish(tokens)
+            try:
+                self._staging.take(key.num_tokens)
+            except BaseException:
+                self._staging.withdraw()
+                raise
             self._call(key)
+
+    def _record_calls(self, key: BatchKey) -> None:
+        """What a replay does: the next batch, and the step on it."""
+        self._staging.take(key.num_tokens)
+        self._call(key)
 
     def _call(self, key: BatchKey) -> None:
         views = self.buffers.views(key.num_tokens)
-        with self.recorder.active():
-            self._function(Step(views, key.num_active_loras, key.num_reqs, key.uniform))
+        self._function(Step(views, key.num_active_loras, key.num_reqs, key.uniform))
 
     def _may_capture(self, key: BatchKey) -> bool:
         """Whether it is worth a try: at a key's first batch, and where others may be dropped for it
@@ -320,22 +338,22 @@ class StepGraphs:
 
         That call loads modules, makes views and measures occupancy, none of which a capture may do.
         """
-        self._stage(self._reader.no_slots, key.num_tokens)
-        self._call(key)
+        self.read(_NO_SLOTS)
+        self._run_now(key, 0)
         return self._record(key, drop=False)
 
     def _record(self, key: BatchKey, *, drop: bool) -> bool:
         """Capture what has run eagerly before. drop: others, where the budget asks for room."""
         self.buffers.seal()
         try:
-            recording = self.recorder.record(lambda: self._call(key), str(key))
+            recording = self.recorder.record(lambda: self._record_calls(key), str(key))
             if not self._fit(recording.nbytes, drop):
                 recording.destroy()
                 if recording.nbytes > (self.options.memory_budget or 0):
                     self.failures[key] = f"it takes {recording.nbytes} bytes, more than the budget"
                 return False
-            self._graphs[key] = _Graph(recording)
-            self.dispatcher.add(key)
+            graph = self._graphs[key] = _Graph(recording)
+            self.dispatcher.add(key, graph)
         finally:
             if not self._graphs:
                 self.buffers.unseal()
