@@ -64,9 +64,14 @@ class Recording(ABC):
 
 
 class Recorder(ABC):
-    """Makes recordings, and says where their work goes. stream: CuPy's, None on NumPy."""
+    """Makes recordings, and says where their work goes.
+
+    stream: CuPy's, None on NumPy. calls_work: whether ``record`` calls the work, and so shows
+    whether it can be recorded.
+    """
 
     stream: Any = None
+    calls_work = False
 
     @abstractmethod
     def active(self) -> contextlib.AbstractContextManager[None]:
@@ -142,6 +147,8 @@ class CudaRecorder(Recorder):
     a new non-blocking one, of higher priority than the default. Raises GraphError for the legacy
     default stream, ArgumentError for what is no stream.
     """
+
+    calls_work = True
 
     def __init__(self, stream: Any = None) -> None:
         import cupy
@@ -254,7 +261,7 @@ class _CudaRecording(Recording):
         self._enqueue = functools.partial(runtime.graphLaunch, int(executable), int(stream.ptr))
 
     def count_nodes(self) -> None:
-        self.nodes = len(_nodes(self._graph))
+        self.nodes = _node_count(self._graph)
 
     def launch(self) -> None:
         try:
@@ -338,10 +345,14 @@ def _check(result: tuple[Any, ...], doing: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _node_count(graph: Any) -> int:
+    _, count = _check(_driver().cuGraphGetNodes(graph), "counting the nodes of a graph")
+    return int(count)
+
+
 def _nodes(graph: Any) -> list[Any]:
-    cuda = _driver()
-    _, count = _check(cuda.cuGraphGetNodes(graph), "counting the nodes of a graph")
-    nodes, _ = _check(cuda.cuGraphGetNodes(graph, count), "reading the nodes of a graph")
+    found = _driver().cuGraphGetNodes(graph, _node_count(graph))
+    nodes, _ = _check(found, "reading the nodes of a graph")
     return list(nodes)
 
 

@@ -9,21 +9,22 @@
 
 The step function is the host's: it enqueues everything a step does, base model and LoRA layers
 alike, on views of the buffers, for the number of tokens and of adapters that it is told. It is
-called once eagerly and once recorded per key, and its Python never runs in a replay.
+called once eagerly per number of tokens and once recorded per key (eagerly before, too, where a
+first recording fails), and its Python never runs in a replay.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_choice, check_int, check_type
-from cupylora.errors import ArgumentError, GraphError
+from cupylora.errors import ArgumentError, CupyloraError, GraphError
 from cupylora.graphs.buckets import (
     BatchKey,
     DispatchCounts,
@@ -166,6 +167,7 @@ class StepGraphs:
         self._staging = make_staging(buffers, self.recorder.stream)
         self._graphs: dict[BatchKey, _Graph] = {}
         self._asked: dict[BatchKey, int] = {}
+        self._called: set[BatchKey] = set()
         self.failures: dict[BatchKey, str] = {}
         """Keys that are not captured lazily again, and why."""
         self._lock = threading.RLock() if lock is None else lock
@@ -232,6 +234,7 @@ class StepGraphs:
             for key in tuple(self._graphs):
                 self._drop(key)
             self._asked.clear()
+            self._called.clear()
             self.failures.clear()
             self.buffers.unseal()
 
@@ -334,13 +337,26 @@ class StepGraphs:
         return StepResult(None, batch.num_tokens, batch.groups)
 
     def _capture_key(self, key: BatchKey) -> bool:
-        """Whether there was room for a graph of ``key``, after one eager call on padding alone.
+        """Whether there was room for a graph of ``key``.
 
-        That call loads modules, makes views and measures occupancy, none of which a capture may do.
+        A call on padding alone goes before: it loads modules, makes views and measures occupancy,
+        none of which a capture may do. The keys that differ in their case alone share one, unless
+        the capture shows that there was more to do.
         """
+        shape = replace(key, num_active_loras=0)
+        if self.recorder.calls_work and shape in self._called:
+            try:
+                return self._record(key, drop=False)
+            except CupyloraError:
+                self._call_on_padding(key)
+        else:
+            self._call_on_padding(key)
+            self._called.add(shape)
+        return self._record(key, drop=False)
+
+    def _call_on_padding(self, key: BatchKey) -> None:
         self.read(_NO_SLOTS)
         self._run_now(key, 0)
-        return self._record(key, drop=False)
 
     def _record(self, key: BatchKey, *, drop: bool) -> bool:
         """Capture what has run eagerly before. drop: others, where the budget asks for room."""
