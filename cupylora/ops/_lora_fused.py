@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from cupylora.dtypes import dtype_name
@@ -70,15 +71,8 @@ def run_fused(
 ) -> None:
     """Enqueue the delta; ``shape`` overrides the one that the sizes ask for."""
     dtype = dtype_name(y.dtype)
-    if kernel == "cluster":
-        shape = shape or _cluster_shape(current_device(), work, dtype)
-        smem = _cluster_bytes(work, shape)
-        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
-    else:
-        shape = shape or _ring_shape(current_device(), work, dtype)
-        stages, smem = _ring_room(work, shape.cluster)
-        threads = _RING_THREADS
-        name = f"{_rank_tiles(work)}_{work.tile_rows}"
+    made = _settings(current_device(), work, dtype, kernel, shape)
+    shape = made.shape
     packed, _ = pack_slices(slices, shape.cluster * shape.cta_columns)
     routing = inputs.routing
     record = _PACK.pack(
@@ -106,21 +100,64 @@ def run_fused(
         int(vector_aligned(inputs.x)),
         _y_access(y, slices),
         int(inputs.plan_settled),
-        stages,
-        _chain_floats(work),
-        int(_rank_tiles(work)) * _RANK_TILE,
+        made.stages,
+        made.chain_floats,
+        made.ranks,
         packed,
     )
     enqueue(
-        f"lora_{kernel}_{dtype}",
-        name,
+        made.program,
+        made.kernel,
         _ARGUMENTS,
         (shape.clusters * shape.cluster,),
-        threads,
+        made.threads,
         (record,),
-        smem,
+        made.smem,
         dependent=True,
         cluster=(shape.cluster, 1, 1),
+    )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a launch takes beside addresses, of one call's sizes."""
+
+    program: str
+    kernel: str
+    shape: FusedShape
+    threads: int
+    smem: int
+    stages: int
+    chain_floats: int
+    ranks: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _settings(
+    device: int,
+    work: Workload,
+    dtype: str,
+    kernel: Literal["cluster", "ring"],
+    shape: FusedShape | None,
+) -> _Settings:
+    if kernel == "cluster":
+        shape = shape or _cluster_shape(device, work, dtype)
+        smem = _cluster_bytes(work, shape)
+        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
+    else:
+        shape = shape or _ring_shape(device, work, dtype)
+        stages, smem = _ring_room(work, shape.cluster)
+        threads = _RING_THREADS
+        name = f"{_rank_tiles(work)}_{work.tile_rows}"
+    return _Settings(
+        program=f"lora_{kernel}_{dtype}",
+        kernel=name,
+        shape=shape,
+        threads=threads,
+        smem=smem,
+        stages=stages,
+        chain_floats=_chain_floats(work),
+        ranks=int(_rank_tiles(work)) * _RANK_TILE,
     )
 
 
