@@ -71,7 +71,8 @@ def run_fused(
 ) -> None:
     """Enqueue the delta; ``shape`` overrides the one that the sizes ask for."""
     dtype = dtype_name(y.dtype)
-    made = _settings(current_device(), work, dtype, kernel, shape)
+    device = None if shape else current_device()
+    made = _settings(device, work, dtype, kernel, shape)
     shape = made.shape
     packed, _ = pack_slices(slices, shape.cluster * shape.cta_columns)
     routing = inputs.routing
@@ -134,18 +135,18 @@ class _Settings:
 
 @functools.lru_cache(maxsize=4096)
 def _settings(
-    device: int,
+    device: int | None,  # noqa: ARG001 - a key of the cache: devices differ in size
     work: Workload,
     dtype: str,
     kernel: Literal["cluster", "ring"],
     shape: FusedShape | None,
 ) -> _Settings:
     if kernel == "cluster":
-        shape = shape or _cluster_shape(device, work, dtype)
+        shape = shape or _cluster_shape(work, dtype)
         smem = _cluster_bytes(work, shape)
         threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
     else:
-        shape = shape or _ring_shape(device, work, dtype)
+        shape = shape or _ring_shape(work, dtype)
         stages, smem = _ring_room(work, shape.cluster)
         threads = _RING_THREADS
         name = f"{_rank_tiles(work)}_{work.tile_rows}"
@@ -178,12 +179,7 @@ def _y_access(y: Array, slices: Sequence[LoraSlice]) -> int:
     return _Y_PAIR if pairs else _Y_ELEMENT
 
 
-@functools.lru_cache(maxsize=4096)
-def _cluster_shape(
-    device: int,  # noqa: ARG001 - a key of the cache: devices differ in size
-    work: Workload,
-    dtype: str,
-) -> FusedShape:
+def _cluster_shape(work: Workload, dtype: str) -> FusedShape:
     kernel = f"{_rank_tiles(work)}_1"
     blocks = resident_blocks(f"lora_cluster_{dtype}", kernel, _CLUSTER_THREADS)
     return cluster_shape(work, blocks)
@@ -203,12 +199,7 @@ def _cluster_kernel(work: Workload, cluster: int) -> str:
     return f"{tiles}_{1 if steps == 1 or tiles != '1' else 2}"
 
 
-@functools.lru_cache(maxsize=4096)
-def _ring_shape(
-    device: int,  # noqa: ARG001 - a key of the cache, as in _cluster_shape
-    work: Workload,
-    dtype: str,
-) -> FusedShape:
+def _ring_shape(work: Workload, dtype: str) -> FusedShape:
     name = f"{_rank_tiles(work)}_{work.tile_rows}"
     found = {}
     for size in (1, 2, 4, 8):
