@@ -611,7 +611,7 @@ class LoraRuntime:
                 raise GraphError("step was called from inside a step or a capture")
             self.backend.check_status()
             batch = graphs.read(token_to_slot)
-            used = batch.used
+            tokens, used, groups = batch.num_tokens, batch.used, batch.groups
             self.leases.require_serving(used)
             if as_of is not None:
                 self._require_same(used, as_of)
@@ -619,15 +619,15 @@ class LoraRuntime:
             before = recorder.enter_device()
             self._inside = True
             try:
-                made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
+                key = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
             finally:  # also where it failed halfway: what was enqueued reads these slots
                 self._inside = False
-                if batch.num_tokens:
+                if tokens:
                     number = self._fence.submit()
                     self.leases.use(used, number)
                 if before is not None:
                     recorder.leave_device(before)
-            return RuntimeStep(number, *made, self._generations)
+            return RuntimeStep(number, key, tokens, groups, self._generations)
 
     def step_requests(
         self,

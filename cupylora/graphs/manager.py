@@ -254,29 +254,31 @@ class StepGraphs:
         GraphError where a launch fails, and whatever the step function raises in an eager step.
         """
         with self._lock:
-            return self.run(self.read(token_to_slot), num_reqs=num_reqs, uniform=uniform)
+            batch = self.read(token_to_slot)
+            tokens, groups = batch.num_tokens, batch.groups
+            key = self.run(batch, num_reqs=num_reqs, uniform=uniform)
+            return StepResult(key, tokens, groups)
 
     def run(
         self, batch: BatchSlots, *, num_reqs: int | None = None, uniform: bool = False
-    ) -> StepResult:
-        """``step`` for the batch read last. The caller keeps other steps out."""
-        tokens, _, groups = batch
+    ) -> BatchKey | None:
+        """``step`` for the batch read last: the key replayed, if one was. The caller keeps other
+        steps out."""
+        tokens, groups = batch.num_tokens, batch.groups
         if not self.options.enabled:
             self.dispatcher.count_eager("graphs are off")
-            self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
-            return StepResult(None, tokens, groups)
+            self._eager(tokens, BatchKey(tokens, num_reqs, uniform, groups))
+            return None
         if self.options.lazy:
             ideal = self.dispatcher.ideal(tokens, groups)
             if ideal is not None and ideal not in self._graphs and self._may_capture(ideal):
-                return self._first_of(ideal, batch)
+                self._first_of(ideal, tokens)
+                return None
         choice = self.dispatcher.choose(tokens, groups, num_reqs=num_reqs, uniform=uniform)
         if choice is None:
-            self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
-            return StepResult(None, tokens, groups)
-        self._replay(choice.graph, tokens)
-        return StepResult(choice.key, tokens, groups)
-
-    def _replay(self, graph: _Graph, tokens: int) -> None:
+            self._eager(tokens, BatchKey(tokens, num_reqs, uniform, groups))
+            return None
+        graph: _Graph = choice.graph
         self._staging.publish(tokens)
         try:
             graph.recording.launch()
@@ -284,10 +286,11 @@ class StepGraphs:
             self._staging.withdraw()
             raise
         graph.replays += 1
+        return choice.key
 
-    def _eager(self, batch: BatchSlots, key: BatchKey) -> None:
-        if batch.num_tokens:
-            self._run_now(key, batch.num_tokens)
+    def _eager(self, tokens: int, key: BatchKey) -> None:
+        if tokens:
+            self._run_now(key, tokens)
 
     def _run_now(self, key: BatchKey, tokens: int) -> None:
         """The step's calls one by one, for the ``tokens`` slots that were read."""
@@ -321,12 +324,12 @@ class StepGraphs:
             return False
         return asked > self._graphs[self._least()].replays + _DROP_AFTER
 
-    def _first_of(self, key: BatchKey, batch: BatchSlots) -> StepResult:
+    def _first_of(self, key: BatchKey, tokens: int) -> None:
         """Run a batch as its key's graph would, eagerly, and capture that for the next one.
 
         The step is done then: a capture that fails is noted, not raised.
         """
-        self._eager(batch, key)
+        self._run_now(key, tokens)
         reason: EagerReason = "captured by it"
         try:
             if not self._record(key, drop=self._asked[key] > 1):
@@ -334,7 +337,6 @@ class StepGraphs:
         except Exception as error:
             self.failures[key], reason = str(error), "its capture failed"
         self.dispatcher.count_eager(reason)
-        return StepResult(None, batch.num_tokens, batch.groups)
 
     def _capture_key(self, key: BatchKey) -> bool:
         """Whether there was room for a graph of ``key``.

@@ -18,7 +18,8 @@ launched without a batch takes none.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +47,9 @@ _TYPES = ("ptr", "ptr", "ptr", "ptr", "u32", "u32", "u64", "ptr", "u32")
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
-class BatchSlots(NamedTuple):
-    """What ``token_to_slot`` says.
+@dataclass(slots=True)
+class BatchSlots:
+    """What ``token_to_slot`` says; a reader fills the same one each time.
 
     num_tokens: without padding. used: its adapters' slots. groups: as ``count_active_loras``
     counts.
@@ -68,9 +70,11 @@ class SlotReader:
         # Last, where -1 points, the place of rows of no adapter.
         self._seen = np.zeros(max_loras + 1, np.bool_)
         self._base_rows = 1 << 8 * max_loras
+        self._batch = BatchSlots(0, 0, 0)
 
     def read(self, token_to_slot: Any, room: HostSlots) -> BatchSlots:
-        """What a batch holds; its slots go to ``room``, every negative value as -1.
+        """What a batch holds, until the next is read; its slots go to ``room``, negative ones as
+        -1.
 
         Raises ArgumentError naming the first token whose slot does not exist, or what kind of array
         is needed; CapacityError for more than max_tokens tokens.
@@ -84,27 +88,28 @@ class SlotReader:
             raise CapacityError(
                 f"token_to_slot has {counted(tokens, 'token')}; there is room for {self.max_tokens}"
             )
+        batch = self._batch
+        batch.num_tokens, batch.used, batch.groups = tokens, 0, 0
         if not tokens:
-            return BatchSlots(0, 0, 0)
+            return batch
         slots = room[:tokens]
         slots[:] = token_to_slot  # first: what is checked is what is used
         if slots.item(slots.argmax()) >= self.max_loras:
             self._fail(slots)
         if slots.item(slots.argmin()) < -1:
             np.maximum(slots, -1, out=slots)
-        return self._count(slots)
-
-    def _count(self, slots: HostSlots) -> BatchSlots:
-        tokens, seen = len(slots), self._seen
-        index = self._index[:tokens]
+        seen, index = self._seen, self._index[:tokens]
         index[:] = slots
         seen.fill(False)
         seen[index] = True
         found = int.from_bytes(seen.tobytes(), "little")
         if found < self._base_rows:
-            return BatchSlots(tokens, found, found.bit_count())
-        adapters = found.bit_count() - 1
-        return BatchSlots(tokens, found - self._base_rows, adapters + (adapters > 0))
+            batch.used, batch.groups = found, found.bit_count()
+        else:
+            batch.used = found - self._base_rows
+            adapters = batch.used.bit_count()
+            batch.groups = adapters + (adapters > 0)
+        return batch
 
     def _fail(self, slots: HostSlots) -> NoReturn:
         token = int(np.argmax(slots >= self.max_loras))
