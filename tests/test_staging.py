@@ -42,6 +42,24 @@ def test_one_batch_leaves_nothing_in_the_next() -> None:
     assert reader.read(np.zeros(0, np.int32), ROOM) == BatchSlots(0, 0, 0)
 
 
+def test_a_batch_that_comes_again_is_counted_as_before() -> None:
+    """Also behind one that was refused, or that had other negative numbers."""
+    reader, room = SlotReader(8, 4), np.empty(8, np.int32)
+    batches: list[list[int]] = [[], [0, 3, -1], [0, 3, -1], [9], [], [9], [0, 3, -5], [0, 3, -5]]
+    for slots in [*batches, [1], [0, 3, -1], [0, 3]]:
+        room.fill(77)
+        given_slots = np.array(slots, np.int32)
+        if 9 in slots:
+            with pytest.raises(ArgumentError, match=r"token_to_slot\[0\] is 9"):
+                reader.read(given_slots, room)
+            continue
+        batch = reader.read(given_slots, room)
+        used = sorted({slot for slot in slots if slot >= 0})
+        assert (batch.num_tokens, slots_in(batch.used)) == (len(slots), used)
+        assert batch.groups == count_active_loras(given_slots)
+        assert room[: len(slots)].tolist() == [max(-1, slot) for slot in slots]
+
+
 @pytest.mark.parametrize(
     ("slots", "error", "message"),
     [

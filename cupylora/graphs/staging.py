@@ -71,6 +71,7 @@ class SlotReader:
         self._seen = np.zeros(max_loras + 1, np.bool_)
         self._base_rows = 1 << 8 * max_loras
         self._batch = BatchSlots(0, 0, 0)
+        self._content: bytes | None = None
 
     def read(self, token_to_slot: Any, room: HostSlots) -> BatchSlots:
         """What a batch holds, until the next is read; its slots go to ``room``, negative ones as
@@ -88,12 +89,21 @@ class SlotReader:
             raise CapacityError(
                 f"token_to_slot has {counted(tokens, 'token')}; there is room for {self.max_tokens}"
             )
-        batch = self._batch
-        batch.num_tokens, batch.used, batch.groups = tokens, 0, 0
-        if not tokens:
-            return batch
         slots = room[:tokens]
         slots[:] = token_to_slot  # first: what is checked is what is used
+        content = slots.tobytes()
+        if content != self._content:  # in decode mostly the batch before
+            self._content = None
+            self._count(slots)
+            self._content = slots.tobytes()
+        return self._batch
+
+    def _count(self, slots: HostSlots) -> None:
+        """Note what a batch holds; negative numbers other than -1 become that."""
+        batch, tokens = self._batch, len(slots)
+        batch.num_tokens, batch.used, batch.groups = tokens, 0, 0
+        if not tokens:
+            return
         if slots.item(slots.argmax()) >= self.max_loras:
             self._fail(slots)
         if slots.item(slots.argmin()) < -1:
@@ -109,7 +119,6 @@ class SlotReader:
             batch.used = found - self._base_rows
             adapters = batch.used.bit_count()
             batch.groups = adapters + (adapters > 0)
-        return batch
 
     def _fail(self, slots: HostSlots) -> NoReturn:
         token = int(np.argmax(slots >= self.max_loras))
