@@ -40,6 +40,8 @@ class EmulatedBackend(NumpyBackend):
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.runtime = types.SimpleNamespace(streamQuery=lambda _: 0)
+        self.xp = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=self.runtime))
 
     def zeros(self, shape: Any, dtype: Any) -> Any:
         made = self.device.array(np.zeros(shape, dtype), writable=True)
@@ -64,6 +66,9 @@ class _Stream:
 
     def __exit__(self, *_: object) -> None:
         """Nothing."""
+
+    def synchronize(self) -> None:
+        """Kernels have run when they were enqueued."""
 
 
 class EmulatedSender(Sender):
@@ -107,16 +112,15 @@ def test_a_full_ring_waits_for_the_oldest_batch(
 ) -> None:
     asked: list[int] = []
 
-    def query(stream: Any) -> int:
-        asked.append(stream.value)
+    def query(stream: int) -> int:
+        asked.append(stream)
         if len(asked) < 3:
             return 600
         if end == "taken":
             sender.take(1)
         return {"taken": 600, "lost": 0, "failed": 700}[end]
 
-    library = types.SimpleNamespace(cuStreamQuery=query)
-    monkeypatch.setattr(driver, "library", lambda: library)
+    sender.staging._query = query  # type: ignore[attr-defined]
     monkeypatch.setattr(driver, "outside_captures", contextlib.nullcontext)
     monkeypatch.setattr(driver, "error_text", str)
     for slot in range(2):
@@ -133,3 +137,21 @@ def test_a_full_ring_waits_for_the_oldest_batch(
             sender.staging.room()
         assert isinstance(caught.value, GraphError) == (end == "lost")
     assert asked == [STREAM] * 3
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["not enqueued", "enqueued all the same"])
+def test_a_step_that_failed_leaves_host_and_kernel_with_one_count(
+    taken: bool, sender: EmulatedSender
+) -> None:
+    """Interrupted before or behind the launch: the next batch is taken, and no former one."""
+    for slot in range(3):
+        sender.publish(np.array([slot], np.int32))
+        sender.take(1)
+    sender.publish(np.array([7], np.int32))
+    if taken:
+        sender.take(1)
+    sender.staging.withdraw()
+    for slot in (4, 5, 6):
+        sender.publish(np.array([slot], np.int32))
+        sender.take(1)
+        assert sender.slots(1).tolist() == [slot]

@@ -155,6 +155,7 @@ def check_taken_once(sender: Sender) -> None:
         sender.even.fill(7)
     sender.publish(np.array([5], np.int32))
     sender.staging.withdraw()
+    sender.staging.room()  # of the next batch
     sender.take(8)
     assert sender.host(sender.slots(2)).tolist() == [3, 1]
     assert (sender.host(sender.even) == 7).all()

@@ -279,8 +279,8 @@ class StepGraphs:
             self._eager(tokens, BatchKey(tokens, num_reqs, uniform, groups))
             return None
         graph: _Graph = choice.graph
-        self._staging.publish(tokens)
         try:
+            self._staging.publish(tokens)
             graph.recording.launch()
         except BaseException:
             self._staging.withdraw()
@@ -295,8 +295,8 @@ class StepGraphs:
     def _run_now(self, key: BatchKey, tokens: int) -> None:
         """The step's calls one by one, for the ``tokens`` slots that were read."""
         with self.recorder.active():
-            self._staging.publish(tokens)
             try:
+                self._staging.publish(tokens)
                 self._staging.take(key.num_tokens)
             except BaseException:
                 self._staging.withdraw()

@@ -12,12 +12,11 @@ launch enqueues it.
 The kernel reads the ring after this returned: a place is written again only once its batch was
 taken, which the kernel says in host memory; else the next step's tenants would reach this one's
 rows. Kernel and host count batches alike, and each place carries its batch's number: a graph
-launched without a batch takes none.
+launched without a batch takes none. Where a step failed, the host takes the kernel's count.
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -44,7 +43,7 @@ HostSlots = npt.NDArray[np.int32]
 _HEAD_BYTES = 16
 _THREADS = 512
 _TYPES = ("ptr", "ptr", "ptr", "ptr", "u32", "u32", "u64", "ptr", "u32")
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_NOT_READY = 600  # cudaErrorNotReady; the runtime's numbers are the driver's
 
 
 @dataclass(slots=True)
@@ -149,7 +148,7 @@ class SlotStaging(Protocol):
         """So many slots were written; the next ``take`` that runs brings them."""
 
     def withdraw(self) -> None:
-        """What was published last: nothing was enqueued that would take it."""
+        """The step of what was published last failed: from the next ``room`` on it is not taken."""
 
     def take(self, rows: int) -> None:
         """Enqueue on the current stream: the buffers' first ``rows`` rows become the next batch's
@@ -196,7 +195,8 @@ class _PinnedStaging:
         self._heads = [place[:_HEAD_BYTES].view(np.uint64).data for place in places]
         self._rooms = [place[_HEAD_BYTES:].view(np.int32)[: buffers.max_tokens] for place in places]
         self._told = memory[depth * self._place_bytes :].view(np.uint64).data
-        self._number = 0
+        self._number, self._in_doubt = 0, False
+        self._query = backend.xp.cuda.runtime.streamQuery
         with self._stream:
             self._taken = backend.zeros((1,), np.uint64)
         self._runs, self._num_runs, self._buffers_then = None, 0, -1
@@ -206,6 +206,8 @@ class _PinnedStaging:
         self._addresses = (backend.address(self._taken), ring, told, slots)
 
     def room(self) -> HostSlots:
+        if self._in_doubt:
+            self._settle()
         number = self._number + 1
         if number - self._told[0] > self._depth:
             self._wait_for(number - self._depth)
@@ -218,8 +220,7 @@ class _PinnedStaging:
         head[0] = number
 
     def withdraw(self) -> None:
-        self._heads[self._number % self._depth][0] = 0
-        self._number -= 1
+        self._in_doubt = True
 
     def take(self, rows: int) -> None:
         if self._buffers_then != self._buffers.count:
@@ -240,15 +241,24 @@ class _PinnedStaging:
         self._runs = self._backend.asarray(runs.view(np.uint8)) if len(runs) else None
         self._num_runs, self._buffers_then = len(runs), self._buffers.count
 
+    def _settle(self) -> None:
+        """A step failed: only the kernel knows whether it took the batch."""
+        self._stream.synchronize()
+        self._number = self._told[0]
+        for head in self._heads:
+            if head[0] > self._number:
+                head[0] = 0
+        self._in_doubt = False
+
     def _wait_for(self, number: int) -> None:
         """Until the batch was taken; looks at the stream for failures of the device."""
-        query, stream = driver.library().cuStreamQuery, ctypes.c_void_p(int(self._stream.ptr))
+        stream = int(self._stream.ptr)
         with driver.outside_captures():
             status = _NOT_READY
             while self._told[0] < number:
                 if status == 0:
                     raise GraphError("a batch was enqueued, but no step took it")
-                status = query(stream)
+                status = self._query(stream)
                 if status not in (0, _NOT_READY):
                     driver.check(status, "waiting for a step")
 
