@@ -29,6 +29,19 @@ def _hosts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HOSTS))
 
 
+def test_no_host_takes_the_name_of_a_package_that_it_uses() -> None:
+    """Python looks beside a script first: numba finds its CUDA target by the name numba_cuda."""
+    packages = {"cupy", "jax", "numba", "numba_cuda", "torch", "triton_python_backend_utils"}
+    assert packages.isdisjoint(path.stem for path in HOSTS.rglob("*.py"))
+
+
+def test_a_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numba_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ImportError, match=r"needs numba-cuda beside CuPy: pip install"):
+        importlib.import_module("numba_kernels")
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_cupy_alone(name: str) -> None:
     host, here = importlib.import_module("cupy_alone"), open_backend(name)
@@ -42,10 +55,12 @@ def test_cupy_alone(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_numba_cuda() -> None:
-    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
-    host = importlib.import_module("numba_cuda")
-    stream = importlib.import_module("numba.cuda").stream()
+def test_numba_kernels() -> None:
+    numba = pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    if not numba.is_available():
+        pytest.skip("numba finds no CUDA device, or no NVVM to compile with")
+    host = importlib.import_module("numba_kernels")
+    stream = numba.stream()
     rows = host.step(stream).copy_to_host(stream=stream)
     assert (rows[[1, 3]] == 0).all()
     assert (rows[0] == rows[2]).all()
