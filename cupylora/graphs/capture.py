@@ -25,6 +25,7 @@ from typing import Any
 
 from cupylora.compiler import driver
 from cupylora.errors import CupyloraError, GraphError
+from cupylora.interop.lent import block_of
 from cupylora.interop.streams import as_stream
 
 __all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
@@ -133,8 +134,9 @@ class DirectRecorder(Recorder):
 class CudaRecorder(Recorder):
     """Captures on ``stream``, and launches there.
 
-    stream: in any form (see ``cupylora.use_stream``), of the device that is current now; left out:
-    a new non-blocking one, of higher priority than the default. Raises GraphError for the legacy
+    stream: in any form (see ``cupylora.use_stream``), of the device that is current now; it must
+    live until the last block, record or launch, no longer. Left out: a new non-blocking one, of
+    higher priority than the default. Raises GraphError for the legacy
     default stream, ArgumentError for what is no stream.
     """
 
@@ -151,11 +153,12 @@ class CudaRecorder(Recorder):
             raise GraphError(_LEGACY_ADVICE)
         if handle == _PER_THREAD_STREAM:
             raise GraphError("the per-thread default stream changes with the thread; give a stream")
+        self._block = block_of(self.stream)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The stream is CuPy's current one inside, its device the current device."""
-        with self._device, self.stream:
+        with self._device, self._block:
             yield
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
