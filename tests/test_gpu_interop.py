@@ -227,7 +227,8 @@ def test_a_runtime_steps_on_a_stream_given_by_number(graphs: bool, closed: bool)
     runtime = _runtime(int(stream.ptr))
     given = cupy.zeros((4, 8), np.float32)
     foreign = OnlyInterface(given, cupy.cuda.Stream.ptds)
-    assert runtime.add_buffer("x", (8,), np.float32, array=foreign) is foreign
+    same = runtime.add_buffer("x", (8,), np.float32, array=foreign) is foreign
+    assert same
     runtime.set_step(lambda step: step["x"].fill(3))
     if graphs:
         runtime.capture()

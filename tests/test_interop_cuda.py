@@ -701,9 +701,26 @@ def test_the_first_argument_decides_where_all_have_to_be(cuda: FakeCuda) -> None
         ops.route(describe(ids), Producer(slots), **case.sizes)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="token_to_slot is a host array; a device array"):
         ops.route(describe(ids), slots, **case.sizes)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"token_to_slot is a Interface in device memory"):
-        ops.route(ids, describe(slots), **case.sizes)  # type: ignore[arg-type]
     assert not [entry for entry in cuda.log if entry[0] == "launch"]
+
+
+def test_the_one_in_host_memory_is_named_where_others_are_on_a_device(cuda: FakeCuda) -> None:
+    case = random_case(1, 20, 2, 4, 3)
+    ids, slots = case.topk_ids, case.token_to_slot
+    host = reference.route(ids, slots, **case.sizes)  # type: ignore[arg-type]
+    x, routing = _array(20, 8), fake(host)
+    for first in (x, ArrayView(x.ctypes.data, (20, 8), "f2", "cpu"), Producer(x)):
+        with pytest.raises(
+            ArgumentError,
+            match=r"^x is in host memory, but routing.row_to_pair is on a device; copy x to the de",
+        ):
+            ops.permute_rows(first, routing)
+    for there in (own(slots), describe(slots), Producer(slots, device=(CUDA, 0))):
+        with pytest.raises(ArgumentError, match="topk_ids is in host memory, but token_to_slot is"):
+            ops.route(topk_ids=ids, token_to_slot=there, **case.sizes)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^x has shape"):
+        ops.permute_rows(x[0], host)
+    assert cuda.log == []
 
 
 def test_bundles_of_foreign_arrays_are_taken_apart_and_come_back_as_given(cuda: FakeCuda) -> None:

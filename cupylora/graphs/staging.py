@@ -155,7 +155,8 @@ class _PinnedStaging:
 def make_staging(
     backend: ArrayBackend, target: Array, stream: Any, depth: int = STAGING_DEPTH
 ) -> SlotStaging:
-    """For ``target``, int32 [max_tokens] of ``backend``; copies go to ``stream``, in any form."""
+    """For ``target``, int32 [max_tokens] of ``backend``; copies go to ``stream``, in any form, that
+    must live until the last one was sent."""
     target = borrow("target", target, on_device=backend.on_device, written=True)
     check_array("target", target, dtype=INT32, shape=(None,), on_device=backend.on_device)
     if not backend.on_device:
