@@ -35,6 +35,7 @@ from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
 from cupylora.adapters.store import AdapterStore
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.checks import INT32, check_array, check_int, check_type
+from cupylora.compiler import driver
 from cupylora.errors import ArgumentError, CapacityError, GraphError, RoomError
 from cupylora.graphs.buckets import BatchKey, DispatchCounts
 from cupylora.graphs.buffers import Pad, StepBuffers
@@ -77,9 +78,11 @@ class LoraRuntime:
     are mixed (gaps between blocks). host_cache_bytes: host memory (pinned, with CUDA) for packed
     adapters, so that ``load(name)`` needs no file, and room for one more while one is loaded; None:
     no cache. backend: "auto", "cuda", "numpy", or an ArrayBackend. graphs: how steps are served.
-    stream: for all steps, in any form (see ``use_stream``), kept alive; left out: a new
-    non-blocking one, which waits for no other (write buffers inside ``on_stream()``) and to which
-    work of loads gives way.
+    stream: for all steps, in any form (see ``use_stream``). An object is kept; the stream, given by
+    its number above all, must live until the last step, load or other call here is over.
+    ``synchronize``, ``close`` and the runtime's end wait for its work without touching it. Left
+    out: a new non-blocking one, which waits for no other (write buffers inside ``on_stream()``) and
+    to which work of loads gives way.
 
     Loads may come from any thread while another steps; two loads wait for one another. Raises
     ArgumentError for options that do not fit, CapacityError where memory lacks, GraphError for the
@@ -507,7 +510,10 @@ class LoraRuntime:
             yield
             written = self._copies.record()
         with self._lock:  # the steps' stream may be in a capture, which must not wait
-            self.recorder.stream.wait_event(written)
+            if self._closed:  # or be gone
+                written.synchronize()
+            else:
+                self.recorder.stream.wait_event(written)
 
     def _note_generations(self) -> None:
         """A new array, since steps before keep theirs."""
@@ -577,7 +583,10 @@ class LoraRuntime:
         if progress is not None and not callable(progress):
             raise ArgumentError(f"progress is a {type(progress).__name__}; a function is needed")
         with self._entering("capture"):
-            return self._require_graphs().capture(keys, progress)
+            made = self._require_graphs().capture(keys, progress)
+            with self.on_stream():  # no step's number stands for the warm-ups
+                self.backend.synchronize()
+            return made
 
     def release_graphs(self) -> None:
         """Drop all graphs once their replays are over; buffers may be added again."""
@@ -682,8 +691,8 @@ class LoraRuntime:
 
     def close(self) -> None:
         """Wait for loads and steps, and drop all graphs. Nothing can be loaded in the background or
-        stepped afterwards. Raises GraphError where a load, its progress or its future's callback
-        calls it."""
+        stepped afterwards, and a stream that was given is not touched from here on. Raises
+        GraphError where a load, its progress or its future's callback calls it."""
         if threading.get_ident() == self._loader_thread:
             raise GraphError("close was called by a load in the background; call it elsewhere")
         with self._loading_alone("close"):
@@ -693,7 +702,7 @@ class LoraRuntime:
         with self._entering("close"):
             self._fence.wait(self._fence.enqueued)
             if self._graphs is not None:
-                self._graphs.release()
+                self._graphs.release(over=True)
             self._graphs = None
 
     def _require_graphs(self) -> StepGraphs:
@@ -733,10 +742,14 @@ class LoraRuntime:
                 raise GraphError(f"{what} was called from inside a load")
             self._in_load = True
             try:
-                with self.recorder.on_device():
+                with self.recorder.on_device(), self._outside_captures():
                     yield
             finally:
                 self._in_load = False
+
+    def _outside_captures(self) -> contextlib.AbstractContextManager[None]:
+        """Loads pin memory, wait and ask events, and void no capture of the host's in doing so."""
+        return driver.outside_captures() if self.backend.on_device else contextlib.nullcontext()
 
     def _note_loader(self) -> None:
         self._loader_thread = threading.get_ident()

@@ -23,6 +23,7 @@ from typing import Any
 
 from cupylora.compiler import driver
 from cupylora.errors import CupyloraError, GraphError
+from cupylora.interop.lent import block_of
 from cupylora.interop.streams import as_stream
 
 __all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
@@ -143,8 +144,9 @@ class DirectRecorder(Recorder):
 class CudaRecorder(Recorder):
     """Captures on ``stream``, and launches there.
 
-    stream: in any form (see ``cupylora.use_stream``), of the device that is current now; left out:
-    a new non-blocking one, of higher priority than the default. Raises GraphError for the legacy
+    stream: in any form (see ``cupylora.use_stream``), of the device that is current now; it must
+    live until the last block, record or launch, no longer. Left out: a new non-blocking one, of
+    higher priority than the default. Raises GraphError for the legacy
     default stream, ArgumentError for what is no stream.
     """
 
@@ -165,11 +167,12 @@ class CudaRecorder(Recorder):
             raise GraphError(_LEGACY_ADVICE)
         if handle == _PER_THREAD_STREAM:
             raise GraphError("the per-thread default stream changes with the thread; give a stream")
+        self._block = block_of(self.stream)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The stream is CuPy's current one inside, its device the current device."""
-        with self.on_device(), self.stream:
+        with self.on_device(), self._block:
             # Also where it is: that alone makes the device's context current in a new thread, which
             # launches through the driver need.
             self._set_device(self._device)

@@ -134,7 +134,8 @@ class _Graph:
 class StepGraphs:
     """Serves steps of ``function`` over ``buffers``.
 
-    stream: in any form, where all steps go; left out: a new non-blocking one. A step and a capture
+    stream: in any form, where all steps go; it must live until the last call here, no longer. Left
+    out: a new non-blocking one. A step and a capture
     exclude one another; either may be called from any thread. lock: the owner's, if it has one.
     Raises ArgumentError for buckets larger than the buffers, GraphError for the legacy default
     stream.
@@ -227,10 +228,14 @@ class StepGraphs:
                     progress(made[-1], len(missing) - index - 1)
         return tuple(made)
 
-    def release(self) -> None:
-        """Drop all graphs once their replays are over; buffers may grow again."""
+    def release(self, *, over: bool = False) -> None:
+        """Drop all graphs once their replays are over; buffers may grow again.
+
+        over: they are, as the caller knows; the stream, which may be gone, is not touched then.
+        """
         with self._lock:
-            self._wait()
+            if not over:
+                self._wait()
             for key in tuple(self._graphs):
                 self._drop(key)
             self._asked.clear()
