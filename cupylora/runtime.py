@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.adapters.caching import CacheWriter
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.importing import Importer
@@ -161,12 +162,14 @@ class LoraRuntime:
         self.store: AdapterStore | None = None
         if host_cache_bytes is not None:
             check_int("host_cache_bytes", host_cache_bytes, 0)
-            self._host_buffer = self.backend.host_buffers(host_cache_bytes)
-            self.store = AdapterStore(
-                table, budget_bytes=host_cache_bytes, allocate=self._host_buffer
-            )
+            # What is rounded up for each adapter comes on top.
+            room = self.backend.host_pool(host_cache_bytes + host_cache_bytes // 16)
+            self.store = AdapterStore(table, budget_bytes=host_cache_bytes, allocate=room)
         # On a CPU its way is longer than the host's own.
         self._importer = Importer(self.backend) if self.backend.on_device else None
+        self._cache_writer = None
+        if self.store is not None:
+            self._cache_writer = CacheWriter(self.store, self._read_context())
         self._loader: ThreadPoolExecutor | None = None
         self.leases = SlotLeases(table.limits.max_loras, self._fence)
         self._graphs: StepGraphs | None = None
@@ -207,10 +210,11 @@ class LoraRuntime:
         It goes into a free slot, else into that of the adapter unused longest, which is unloaded;
         never into one that work in flight reads (the call waits for that), and never of a pinned
         adapter or of one in ``keep``. Where ``name`` serves already, the former version does so
-        until the new one is in place. With a host cache the packed adapter is kept there, and
-        ``adapter`` may be left out for one that is. pin: whether its slot may be taken by other
-        loads; None: as it was, no at first. progress: told what is being done ("reading",
-        "packing", "copying", "caching", "placing"). Returns the slot.
+        until the new one is in place. With a host cache the packed adapter is kept there (with
+        CUDA it is copied there afterwards, while it serves), and ``adapter`` may be left out for
+        one that is. pin: whether its slot may be taken by other loads; None: as it was, no at
+        first. progress: told what is being done ("reading", "packing", "copying", "placing").
+        Returns the slot.
 
         Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot or
         no room; what served before goes on serving then.
@@ -237,7 +241,7 @@ class LoraRuntime:
                 say("placing")
                 return self._place(name, stored, keep, pin)
             finally:
-                if stored is not None and stored.offsets is not None:
+                if stored is not None and stored.blocks is not None:
                     self.table.discard(stored)
 
     def load_arrays(
@@ -371,26 +375,34 @@ class LoraRuntime:
         say: Callable[[str], object],
         staying: Sequence[str] | None,
     ) -> StoredAdapter:
-        """Files to free room by way of the device, and from there to the host cache."""
+        """Files to free room by way of the device; from there to the host cache, later."""
         write = partial(importer.store, path, self.table, name=name, say=say)
         stored = self._stored(write, staying)
-        if self.store is None:
+        if self.store is None or self._cache_writer is None:
             return stored
+        reader = self.table.reader(stored)
         try:
-            say("caching")
-            self._keep(self.store, name, stored, path)
+            arrival = self.store.expect(name, path, reader)
         except BaseException:
+            reader.close()
             self.table.discard(stored)
             raise
+        self._cache_writer.begin(arrival)
         return stored
 
-    def _keep(
-        self, store: AdapterStore, name: str, stored: StoredAdapter, path: str | Path
-    ) -> None:
-        """Copy what is in room on the device to the host cache."""
-        with contextlib.nullcontext() if self._copies is None else self._copies:
-            packed = self.table.read_back(stored, self._host_buffer)
-        store.keep(name, packed, path)
+    def _read_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """For copies to the host cache: the device, and a stream that no load or step waits for.
+        It keeps nothing of this object alive."""
+        if not self.backend.on_device:
+            return contextlib.nullcontext
+        on_device, stream = self.recorder.on_device, self.backend.xp.cuda.Stream(non_blocking=True)
+
+        @contextlib.contextmanager
+        def entering() -> Iterator[None]:
+            with on_device(), stream:
+                yield
+
+        return entering
 
     def unload(self, name: str) -> None:
         """``name`` serves no more from the next step on. Its slot and room are taken again once
@@ -442,7 +454,10 @@ class LoraRuntime:
         """Whether something can be freed that could not before."""
         with self._lock:
             reading = self.leases.unnamed_steps()
-            if not reading:
+        if not reading:
+            if self._cache_writer is not None and self._cache_writer.finish():
+                return True  # it may have read what was to go
+            with self._lock:
                 name = None if staying is None else self.leases.idle_longest(staying)
                 if name is None:
                     return False
@@ -482,7 +497,7 @@ class LoraRuntime:
         finally:
             with self._lock:
                 if self.leases.is_open(place):
-                    untouched = stored.offsets is not None
+                    untouched = stored.blocks is not None
                     (self.leases.give_back if untouched else self.leases.abandon)(place)
                     self._note_generations()
         return place.slot
@@ -682,6 +697,8 @@ class LoraRuntime:
             self._closed = True
         if self._loader is not None:
             self._loader.shutdown()
+        if self._cache_writer is not None:
+            self._cache_writer.close()
         with self._entering("close"):
             self._fence.wait(self._fence.enqueued)
             if self._graphs is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupylora import ops
+from cupylora.adapters.arena import Blocks
 from cupylora.adapters.import_plan import (
     Chunk,
     ImportPlan,
@@ -87,11 +88,12 @@ class Importer:
 
     def _writer(
         self, weights: WeightFiles, plan: ImportPlan, table: SlotTable
-    ) -> Callable[[Sequence[int]], None]:
-        def write(offsets: Sequence[int]) -> None:
-            table.arena.clear(offsets, plan.layout.sizes)
+    ) -> Callable[[Blocks], None]:
+        def write(blocks: Blocks) -> None:
+            table.arena.clear(blocks)
             pieces = plan.pieces.copy()
-            pieces["target"] = np.array(offsets, np.uint64)[plan.pieces["target"].astype(np.intp)]
+            offsets = blocks.offsets.astype(np.uint64)
+            pieces["target"] = offsets[plan.pieces["target"].astype(np.intp)]
             fault = self._backend.zeros(1, np.int32)
             with self._lock:  # the staging is one for all
                 for chunk in chunks_of(plan, self._bytes):
