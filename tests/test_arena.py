@@ -23,9 +23,7 @@ def taken(blocks: Blocks, sizes: list[int]) -> list[tuple[int, int]]:
 
 def apart(arena: Arena, holes: list[int]) -> None:
     """Leave these gaps, in blocks, and nothing else."""
-    between = []
-    for hole in holes:
-        between.append((arena.alloc(hole * B), arena.alloc(B)))
+    between = [(arena.alloc(hole * B), arena.alloc(B)) for hole in holes]
     if arena.free_bytes:
         arena.alloc(arena.gaps[0][1])
     for hole, _ in between:
