@@ -33,7 +33,7 @@ from cupylora.adapters.leases import SlotLeases
 from cupylora.adapters.packed import PackedAdapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
-from cupylora.adapters.store import AdapterStore
+from cupylora.adapters.store import AdapterStore, Arrival
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.checks import INT32, check_array, check_int, check_type
 from cupylora.errors import ArgumentError, CapacityError, GraphError, RoomError
@@ -67,6 +67,10 @@ class RuntimeStep:
     num_tokens: int
     groups: int
     generations: Generations
+
+
+_Brought = tuple[StoredAdapter, str | Path | None]
+"""An adapter in free room; and where its files are, if its content is not in the host cache yet."""
 
 
 class LoraRuntime:
@@ -227,22 +231,41 @@ class LoraRuntime:
     def _load(
         self,
         name: str,
-        store: Callable[[], StoredAdapter],
+        bring: Callable[[], _Brought],
         keep: Sequence[str],
         pin: bool | None,
         say: Callable[[str], object] = lambda _: None,
     ) -> int:
-        """Place what ``store`` brings to free room; undo all of it where something fails."""
-        stored = None
+        """Place what ``bring`` wrote to free room; undo all of it where something fails."""
+        stored, arrival = None, None
         restoring = contextlib.nullcontext() if self.store is None else self.store.restoring(name)
         with restoring:
             try:
-                stored = store()
+                stored, path = bring()
                 say("placing")
-                return self._place(name, stored, keep, pin)
-            finally:
+                arrival = None if path is None else self._expect(name, stored, path)
+                slot = self._place(name, stored, keep, pin)
+            except BaseException:
+                if arrival is not None:
+                    arrival.close()
                 if stored is not None and stored.blocks is not None:
                     self.table.discard(stored)
+                raise
+        # Not before the former content may leave the cache: it would take room beside it.
+        if arrival is not None and self._cache_writer is not None:
+            self._cache_writer.begin(arrival)
+        return slot
+
+    def _expect(self, name: str, stored: StoredAdapter, path: str | Path) -> Arrival | None:
+        """Tell the host cache of what is to be copied there from the device."""
+        if self.store is None:
+            return None
+        reader = self.table.reader(stored)
+        try:
+            return self.store.expect(name, path, reader)
+        except BaseException:
+            reader.close()
+            raise
 
     def load_arrays(
         self,
@@ -265,7 +288,7 @@ class LoraRuntime:
         with self._loading_alone("load_arrays"):
             self.backend.synchronize()
             write = partial(self.table.store_arrays, name, given)
-            return self._load(name, lambda: self._stored(write), keep, pin)
+            return self._load(name, lambda: (self._stored(write), None), keep, pin)
 
     def load_async(
         self,
@@ -341,17 +364,18 @@ class LoraRuntime:
         adapter: Adapter | str | Path | None,
         say: Callable[[str], object],
         staying: Sequence[str] | None = None,
-    ) -> StoredAdapter:
+    ) -> _Brought:
         """An adapter in free room: from the host cache, or by way of it where there is one.
         staying: as in ``_stored``."""
         content: Adapter | PackedAdapter | str | Path | None = adapter
         if content is None and self.store is not None:
             content = self.store.find(name)
         if isinstance(content, str | Path) and self._importer is not None:
-            return self._import(self._importer, name, content, say, staying)
+            write = partial(self._importer.store, content, self.table, name=name, say=say)
+            return self._stored(write, staying), content
         ready = content if isinstance(content, PackedAdapter) else self._read(name, content, say)
         say("copying")
-        return self._stored(lambda: self.table.store(ready), staying)
+        return self._stored(lambda: self.table.store(ready), staying), None
 
     def _read(
         self, name: str, adapter: Adapter | str | Path | None, say: Callable[[str], object]
@@ -366,29 +390,6 @@ class LoraRuntime:
         say("reading")
         table = self.table
         return read_adapter(adapter, table.model, name=name, limits=table.limits)
-
-    def _import(
-        self,
-        importer: Importer,
-        name: str,
-        path: str | Path,
-        say: Callable[[str], object],
-        staying: Sequence[str] | None,
-    ) -> StoredAdapter:
-        """Files to free room by way of the device; from there to the host cache, later."""
-        write = partial(importer.store, path, self.table, name=name, say=say)
-        stored = self._stored(write, staying)
-        if self.store is None or self._cache_writer is None:
-            return stored
-        reader = self.table.reader(stored)
-        try:
-            arrival = self.store.expect(name, path, reader)
-        except BaseException:
-            reader.close()
-            self.table.discard(stored)
-            raise
-        self._cache_writer.begin(arrival)
-        return stored
 
     def _read_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
         """For copies to the host cache: the device, and a stream that no load or step waits for.

@@ -10,6 +10,7 @@ where it is meanwhile (``BlockReader``), and whoever looks the name up in the ca
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -41,6 +42,7 @@ class CacheWriter:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="cupylora-cache")
             task = self._thread.submit(_receive, self._store, self._entering, arrival)
+            task.add_done_callback(_forget_frames)
             self._under_way = {one for one in self._under_way if not _is_over(one)} | {task}
 
     def finish(self) -> bool:
@@ -66,6 +68,13 @@ def _receive(
 ) -> None:
     with entering():
         store.receive(arrival)
+
+
+def _forget_frames(task: Future[None]) -> None:
+    """What failed is told at the end; what it had in hand then, such as memory, goes now."""
+    error = task.exception()
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
 
 
 def _is_over(task: Future[None]) -> bool:
