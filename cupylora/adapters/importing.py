@@ -39,6 +39,7 @@ from cupylora.adapters.safetensors_file import WeightFiles
 from cupylora.adapters.slots import SlotTable, StoredAdapter
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_int, check_type
+from cupylora.collection import no_collection
 from cupylora.reference.unpack_factors import PIECE_ELEMENTS
 from cupylora.worklists import FACTOR_PIECE_BYTES
 
@@ -85,8 +86,10 @@ class Importer:
         """
         check_type("name", name, str)
         say("reading")
-        with open_adapter(path, table.model) as opened:
-            plan = plan_import(table, name, opened)
+        with contextlib.ExitStack() as files:
+            with no_collection():
+                opened = files.enter_context(open_adapter(path, table.model))
+                plan = plan_import(table, name, opened)
             try:
                 return table.store_layout(plan.layout, self._writer(opened.weights, plan, table))
             except _FaultError:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cupylora.collection import no_collection
 from cupylora.compiler import driver
 from cupylora.errors import CupyloraError, GraphError
 from cupylora.interop.streams import as_stream
@@ -166,7 +166,7 @@ class CudaRecorder(Recorder):
         """Capture, instantiate and upload. Python collects no garbage meanwhile: a finalizer that
         frees device memory would void the capture."""
         start = time.perf_counter()
-        with self._device, _no_collection():
+        with self._device, no_collection():
             free = self._free_bytes()
             graph = self._capture(work, what)
             try:
@@ -289,17 +289,6 @@ class _Device:
         before = self._before.stack.pop()
         if before != self._number:
             self._set(before)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _destroyed(what: str) -> int:
