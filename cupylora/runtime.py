@@ -36,6 +36,7 @@ from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
 from cupylora.adapters.store import AdapterStore, Arrival
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.checks import INT32, check_array, check_int, check_type
+from cupylora.compiler import driver
 from cupylora.errors import ArgumentError, CapacityError, GraphError, RoomError
 from cupylora.graphs.buckets import BatchKey, DispatchCounts
 from cupylora.graphs.buffers import Pad, StepBuffers
@@ -392,15 +393,16 @@ class LoraRuntime:
         return read_adapter(adapter, table.model, name=name, limits=table.limits)
 
     def _read_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """For copies to the host cache: the device, and a stream that no load or step waits for.
-        It keeps nothing of this object alive."""
+        """For copies to the host cache: the device, and a stream that no load or step waits for;
+        memory is pinned for them, which must void no capture. It keeps nothing of this object
+        alive."""
         if not self.backend.on_device:
             return contextlib.nullcontext
         on_device, stream = self.recorder.on_device, self.backend.xp.cuda.Stream(non_blocking=True)
 
         @contextlib.contextmanager
         def entering() -> Iterator[None]:
-            with on_device(), stream:
+            with on_device(), driver.outside_captures(), stream:
                 yield
 
         return entering

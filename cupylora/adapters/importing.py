@@ -39,7 +39,7 @@ from cupylora.adapters.safetensors_file import WeightFiles
 from cupylora.adapters.slots import SlotTable, StoredAdapter
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_int, check_type
-from cupylora.collection import no_collection
+from cupylora.interpreter import no_collection, short_turns
 from cupylora.reference.unpack_factors import PIECE_ELEMENTS
 from cupylora.worklists import FACTOR_PIECE_BYTES
 
@@ -87,7 +87,7 @@ class Importer:
         check_type("name", name, str)
         say("reading")
         with contextlib.ExitStack() as files:
-            with no_collection():
+            with no_collection(), short_turns():
                 opened = files.enter_context(open_adapter(path, table.model))
                 plan = plan_import(table, name, opened)
             try:

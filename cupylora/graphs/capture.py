@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cupylora.collection import no_collection
 from cupylora.compiler import driver
 from cupylora.errors import CupyloraError, GraphError
 from cupylora.interop.streams import as_stream
+from cupylora.interpreter import no_collection
 
 __all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
 
