@@ -458,8 +458,10 @@ class LoraRuntime:
         with self._lock:
             reading = self.leases.unnamed_steps()
         if not reading:
-            if self._cache_writer is not None and self._cache_writer.finish():
-                return True  # it may have read what was to go
+            # What was to go may have been read, until just now even.
+            waited = self._cache_writer is not None and self._cache_writer.finish()
+            if self.table.collect() or waited:
+                return True
             with self._lock:
                 name = None if staying is None else self.leases.idle_longest(staying)
                 if name is None:

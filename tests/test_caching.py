@@ -157,6 +157,29 @@ def test_room_that_is_read_is_not_given_away() -> None:
     assert cached(runtime, "b") == content(runtime, SUPPORT)
 
 
+def test_room_that_is_free_just_after_it_was_found_lacking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = runtime_of(arena=SIZE)
+    gate, lacking = Gate(store_of(runtime)), list[bool]()
+    runtime.load("a", CONTRACTS)
+    runtime.unload("a")
+    take = runtime.table.arena.take
+
+    def late(sizes: Any) -> Any:
+        try:
+            return take(sizes)
+        except RoomError:
+            lacking.append(True)
+            gate.open.set()
+            runtime._cache_writer.finish()  # type: ignore[union-attr]
+            raise
+
+    monkeypatch.setattr(runtime.table.arena, "take", late)
+    runtime.load("b", SUPPORT)
+    assert (lacking, set(runtime.loaded)) == ([True], {"b"})
+
+
 def test_room_that_is_read_is_free_afterwards(gated: tuple[LoraRuntime, Gate]) -> None:
     runtime, gate = gated
     runtime.load("a", CONTRACTS)
@@ -166,7 +189,7 @@ def test_room_that_is_read_is_free_afterwards(gated: tuple[LoraRuntime, Gate]) -
     gate.open.set()
     store_of(runtime).wait()
     runtime._evict_free()
-    runtime.table._free(())
+    runtime.table.collect()
     assert runtime.table.arena.used_bytes == 0
 
 
@@ -322,7 +345,7 @@ def test_bytes_stay_constant_over_a_thousand_loads_from_files(name: str, tmp_pat
         runtime.unload(name)
     runtime.close()
     runtime._evict_free()
-    runtime.table._free(())
+    runtime.table.collect()
     assert runtime.table.arena.gaps == ((0, runtime.table.arena.capacity),)
     for name in store.names:
         store.drop(name)

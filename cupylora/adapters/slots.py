@@ -289,7 +289,7 @@ class SlotTable:
         arena. Raises ArgumentError for a layout of another table, CapacityError as ``load`` does,
         and what ``write`` raises."""
         self._check_layout(layout)
-        self._free(())
+        self.collect()
         room = _Room(self._dropped, self.arena.take(layout.sizes))
         try:
             write(room.blocks)
@@ -407,11 +407,20 @@ class SlotTable:
         rows = records.view(np.uint8).reshape(-1, SLOT_ENTRY_BYTES)
         put_column(self.entries, slot, rows, self.xp)
 
-    def _free(self, runs: Iterable[int]) -> None:
-        """Give runs of blocks back, those that somebody reads once nobody does; and what was
-        dropped meanwhile."""
-        runs = list(runs)
+    def collect(self) -> bool:
+        """Free what was dropped, and what nobody reads any more; whether there was any."""
+        runs = list[int]()
         while self._dropped:
             runs += self._dropped.popleft()
-        for offset in self._readers.unread(runs):
+        return self._give_back(runs)
+
+    def _free(self, runs: Iterable[int]) -> None:
+        """Give runs of blocks back, those that somebody reads once nobody does."""
+        self._give_back(runs)
+        self.collect()
+
+    def _give_back(self, runs: Iterable[int]) -> bool:
+        unread = self._readers.unread(runs)
+        for offset in unread:
             self.arena.free(offset)
+        return bool(unread)
