@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.adapters.caching import CacheWriter
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.importing import Importer
@@ -32,7 +33,7 @@ from cupylora.adapters.leases import SlotLeases, SlotSet, slots_in
 from cupylora.adapters.packed import PackedAdapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
-from cupylora.adapters.store import AdapterStore
+from cupylora.adapters.store import AdapterStore, Arrival
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.checks import INT32, check_array, check_int, check_type
 from cupylora.compiler import driver
@@ -67,6 +68,10 @@ class RuntimeStep(NamedTuple):
     num_tokens: int
     groups: int
     generations: Generations
+
+
+_Brought = tuple[StoredAdapter, str | Path | None]
+"""An adapter in free room; and where its files are, if its content is not in the host cache yet."""
 
 
 class LoraRuntime:
@@ -164,12 +169,14 @@ class LoraRuntime:
         self.store: AdapterStore | None = None
         if host_cache_bytes is not None:
             check_int("host_cache_bytes", host_cache_bytes, 0)
-            self._host_buffer = self.backend.host_buffers(host_cache_bytes)
-            self.store = AdapterStore(
-                table, budget_bytes=host_cache_bytes, allocate=self._host_buffer
-            )
+            # What is rounded up for each adapter comes on top.
+            room = self.backend.host_pool(host_cache_bytes + host_cache_bytes // 16)
+            self.store = AdapterStore(table, budget_bytes=host_cache_bytes, allocate=room)
         # On a CPU its way is longer than the host's own.
         self._importer = Importer(self.backend) if self.backend.on_device else None
+        self._cache_writer = None
+        if self.store is not None:
+            self._cache_writer = CacheWriter(self.store, self._read_context())
         self._loader: ThreadPoolExecutor | None = None
         self.leases = SlotLeases(table.limits.max_loras, self._fence)
         self._graphs: StepGraphs | None = None
@@ -210,10 +217,11 @@ class LoraRuntime:
         It goes into a free slot, else into that of the adapter unused longest, which is unloaded;
         never into one that work in flight reads (the call waits for that), and never of a pinned
         adapter or of one in ``keep``. Where ``name`` serves already, the former version does so
-        until the new one is in place. With a host cache the packed adapter is kept there, and
-        ``adapter`` may be left out for one that is. pin: whether its slot may be taken by other
-        loads; None: as it was, no at first. progress: told what is being done ("reading",
-        "packing", "copying", "caching", "placing"). Returns the slot.
+        until the new one is in place. With a host cache the packed adapter is kept there (with
+        CUDA it is copied there afterwards, while it serves), and ``adapter`` may be left out for
+        one that is. pin: whether its slot may be taken by other loads; None: as it was, no at
+        first. progress: told what is being done ("reading", "packing", "copying", "placing").
+        Returns the slot.
 
         Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot or
         no room; what served before goes on serving then.
@@ -226,22 +234,41 @@ class LoraRuntime:
     def _load(
         self,
         name: str,
-        store: Callable[[], StoredAdapter],
+        bring: Callable[[], _Brought],
         keep: Sequence[str],
         pin: bool | None,
         say: Callable[[str], object] = lambda _: None,
     ) -> int:
-        """Place what ``store`` brings to free room; undo all of it where something fails."""
-        stored = None
+        """Place what ``bring`` wrote to free room; undo all of it where something fails."""
+        stored, arrival = None, None
         restoring = contextlib.nullcontext() if self.store is None else self.store.restoring(name)
         with restoring:
             try:
-                stored = store()
+                stored, path = bring()
                 say("placing")
-                return self._place(name, stored, keep, pin)
-            finally:
-                if stored is not None and stored.offsets is not None:
+                arrival = None if path is None else self._expect(name, stored, path)
+                slot = self._place(name, stored, keep, pin)
+            except BaseException:
+                if arrival is not None:
+                    arrival.close()
+                if stored is not None and stored.blocks is not None:
                     self.table.discard(stored)
+                raise
+        # Not before the former content may leave the cache: it would take room beside it.
+        if arrival is not None and self._cache_writer is not None:
+            self._cache_writer.begin(arrival)
+        return slot
+
+    def _expect(self, name: str, stored: StoredAdapter, path: str | Path) -> Arrival | None:
+        """Tell the host cache of what is to be copied there from the device."""
+        if self.store is None:
+            return None
+        reader = self.table.reader(stored)
+        try:
+            return self.store.expect(name, path, reader)
+        except BaseException:
+            reader.close()
+            raise
 
     def load_arrays(
         self,
@@ -264,7 +291,7 @@ class LoraRuntime:
         with self._loading_alone("load_arrays"):
             self.backend.synchronize()
             write = partial(self.table.store_arrays, name, given)
-            return self._load(name, lambda: self._stored(write), keep, pin)
+            return self._load(name, lambda: (self._stored(write), None), keep, pin)
 
     def load_async(
         self,
@@ -340,17 +367,18 @@ class LoraRuntime:
         adapter: Adapter | str | Path | None,
         say: Callable[[str], object],
         staying: Sequence[str] | None = None,
-    ) -> StoredAdapter:
+    ) -> _Brought:
         """An adapter in free room: from the host cache, or by way of it where there is one.
         staying: as in ``_stored``."""
         content: Adapter | PackedAdapter | str | Path | None = adapter
         if content is None and self.store is not None:
             content = self.store.find(name)
         if isinstance(content, str | Path) and self._importer is not None:
-            return self._import(self._importer, name, content, say, staying)
+            write = partial(self._importer.store, content, self.table, name=name, say=say)
+            return self._stored(write, staying), content
         ready = content if isinstance(content, PackedAdapter) else self._read(name, content, say)
         say("copying")
-        return self._stored(lambda: self.table.store(ready), staying)
+        return self._stored(lambda: self.table.store(ready), staying), None
 
     def _read(
         self, name: str, adapter: Adapter | str | Path | None, say: Callable[[str], object]
@@ -366,34 +394,20 @@ class LoraRuntime:
         table = self.table
         return read_adapter(adapter, table.model, name=name, limits=table.limits)
 
-    def _import(
-        self,
-        importer: Importer,
-        name: str,
-        path: str | Path,
-        say: Callable[[str], object],
-        staying: Sequence[str] | None,
-    ) -> StoredAdapter:
-        """Files to free room by way of the device, and from there to the host cache."""
-        write = partial(importer.store, path, self.table, name=name, say=say)
-        stored = self._stored(write, staying)
-        if self.store is None:
-            return stored
-        try:
-            say("caching")
-            self._keep(self.store, name, stored, path)
-        except BaseException:
-            self.table.discard(stored)
-            raise
-        return stored
+    def _read_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """For copies to the host cache: the device, and a stream that no load or step waits for;
+        memory is pinned for them, which must void no capture. It keeps nothing of this object
+        alive."""
+        if not self.backend.on_device:
+            return contextlib.nullcontext
+        on_device, stream = self.recorder.on_device, self.backend.xp.cuda.Stream(non_blocking=True)
 
-    def _keep(
-        self, store: AdapterStore, name: str, stored: StoredAdapter, path: str | Path
-    ) -> None:
-        """Copy what is in room on the device to the host cache."""
-        with contextlib.nullcontext() if self._copies is None else self._copies:
-            packed = self.table.read_back(stored, self._host_buffer)
-        store.keep(name, packed, path)
+        @contextlib.contextmanager
+        def entering() -> Iterator[None]:
+            with on_device(), driver.outside_captures(), stream:
+                yield
+
+        return entering
 
     def unload(self, name: str) -> None:
         """``name`` serves no more from the next step on. Its slot and room are taken again once
@@ -445,7 +459,12 @@ class LoraRuntime:
         """Whether something can be freed that could not before."""
         with self._lock:
             reading = self.leases.unnamed_steps()
-            if not reading:
+        if not reading:
+            # What was to go may have been read, until just now even.
+            waited = self._cache_writer is not None and self._cache_writer.finish()
+            if self.table.collect() or waited:
+                return True
+            with self._lock:
                 name = None if staying is None else self.leases.idle_longest(staying)
                 if name is None:
                     return False
@@ -486,7 +505,7 @@ class LoraRuntime:
         finally:
             with self._lock:
                 if self.leases.is_open(place):
-                    untouched = stored.offsets is not None
+                    untouched = stored.blocks is not None
                     (self.leases.give_back if untouched else self.leases.abandon)(place)
                     self._note_generations()
         return place.slot
@@ -699,6 +718,8 @@ class LoraRuntime:
             self._closed = True
         if self._loader is not None:
             self._loader.shutdown()
+        if self._cache_writer is not None:
+            self._cache_writer.close()
         with self._entering("close"):
             self._fence.wait(self._fence.enqueued)
             if self._graphs is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -25,6 +24,7 @@ from cupylora.compiler import driver
 from cupylora.errors import CupyloraError, GraphError
 from cupylora.interop.lent import block_of
 from cupylora.interop.streams import as_stream
+from cupylora.interpreter import no_collection
 
 __all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
 
@@ -194,7 +194,7 @@ class CudaRecorder(Recorder):
         """Capture, instantiate and upload. Python collects no garbage meanwhile: a finalizer that
         frees device memory would void the capture."""
         start = time.perf_counter()
-        with self.on_device(), _no_collection():
+        with self.on_device(), no_collection():
             free = self._free_bytes()
             graph = self._capture(work, what)
             try:
@@ -310,17 +310,6 @@ class _Current:
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             self._recorder.leave_device(self._before)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _destroyed(what: str) -> None:

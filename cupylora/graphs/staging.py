@@ -266,8 +266,8 @@ class _PinnedStaging:
 def make_staging(
     buffers: StepBuffers, stream: Any = None, depth: int = STAGING_DEPTH
 ) -> SlotStaging:
-    """For the buffers' ``token_to_slot``; on a device, what takes batches runs on ``stream``, in any
-    form, that must live until the last batch was taken."""
+    """For the buffers' ``token_to_slot``; on a device, what takes batches runs on ``stream``, in
+    any form, which must live until the last batch was taken."""
     if not buffers.backend.on_device:
         return _DirectStaging(buffers)
     return _PinnedStaging(buffers, stream, check_int("depth", depth, 1))
