@@ -113,12 +113,25 @@ PROGRAMS: tuple[KernelProgram, ...] = (
     ),
     *(
         KernelProgram(
-            name=f"lora_{half}_stream_{dtype}",
-            source=f"lora/{half}_stream.cu",
-            kernels=instances(f"lora_{half}_stream<{cpp}, {{tiles}}>", tiles=(1, 2, 4)),
+            name=f"lora_shrink_stream_{dtype}",
+            source="lora/shrink_stream.cu",
+            kernels={
+                f"{ranks}_{rows}": f"lora_shrink_stream<{cpp}, {ranks}, {rows}>"
+                for ranks, most in ((1, 32), (2, 32), (4, 16))
+                for rows in (16, 32)
+                if rows <= most
+            },
             matrix=True,
         )
-        for half in ("shrink", "expand")
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    *(
+        KernelProgram(
+            name=f"lora_expand_stream_{dtype}",
+            source="lora/expand_stream.cu",
+            kernels=instances(f"lora_expand_stream<{cpp}, {{tiles}}>", tiles=(1, 2, 4)),
+            matrix=True,
+        )
         for dtype, cpp in _MATRIX_DTYPES.items()
     ),
     # The fused delta: by rank tiles of 16, and cluster by chunks in

@@ -71,13 +71,12 @@ _THREADS = 128
 _WARPS = 4
 _PART_ROWS = 16
 
-_SHRINK_SLOTS = 12
-_X_BYTES = 8192
-_SLOT_RANK_BYTES = 2048
-"""Bytes of 64 rows of x and of a rank tile of A in a chunk of K."""
+_SHRINK_WARPS, _SHRINK_SLOTS = 4, 2
+_SHRINK_PART_ROWS = {1: 32, 2: 32, 4: 16}
+"""Of the stream shrink: warps of a CTA, slots of a warp, and most rows of a part of a tile by rank
+tiles that go together; as in lora/shrink_stream.cu."""
 
-_LEVEL_BYTES = 4096
-"""Bytes of a level of the K tree for the sums of 64 rows of a rank tile."""
+_CHUNK_BYTES = 128
 
 _FEWEST_SLOTS = 3
 
@@ -208,20 +207,21 @@ def shrink_into(inputs: LoraInputs, h: int, layout: HiddenLayout) -> None:
     items = inputs.tiles * _rank_groups(layout.slices, inputs.max_rank) * layout.splits
     dtype = dtype_name(inputs.x.dtype)
     if layout.rows >= _STREAM_ROWS and items < _ITEM_LIMIT:
-        program, kernel = f"lora_shrink_stream_{dtype}", str(tiles)
-        slots, smem = _shrink_ring(tiles, k_ranges(inputs.in_features) // layout.splits)
-        threads, parts = _STREAM_THREADS, 1
+        part_rows = max(16, min(inputs.segments.tile_rows, _SHRINK_PART_ROWS[tiles]))
+        program, kernel = f"lora_shrink_stream_{dtype}", f"{tiles}_{part_rows}"
+        room, smem = _shrink_room(tiles, part_rows, k_ranges(inputs.in_features) // layout.splits)
+        parts = -(-inputs.segments.tile_rows // part_rows)
     else:
         part_rows = min(_PART_ROWS, inputs.segments.tile_rows)
         program, kernel = f"lora_shrink_{dtype}", f"{tiles}_{part_rows}"
-        slots, smem, threads = 0, 0, _THREADS
+        room, smem = 0, 0
         parts = inputs.segments.tile_rows // part_rows
-    args = _pack_shrink(inputs, h, layout, parts, slots)
-    grid = (min(items * parts, resident_blocks(program, kernel, threads, smem)),)
-    enqueue(program, kernel, _SHRINK, grid, threads, (args,), smem, dependent=True)
+    args = _pack_shrink(inputs, h, layout, parts, room)
+    grid = (min(items * parts, resident_blocks(program, kernel, _THREADS, smem)),)
+    enqueue(program, kernel, _SHRINK, grid, _THREADS, (args,), smem, dependent=True)
 
 
-def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, slots: int) -> bytes:
+def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, room: int) -> bytes:
     """ShrinkArgs of lora/shrink.cuh."""
     row_to_pair, top_k, tokens, k_major, tiles, tile_count, entries, *sizes = inputs.lists
     return _SHRINK_ARGS.pack(
@@ -245,19 +245,20 @@ def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, s
         _rank_groups(layout.slices, inputs.max_rank),
         layout.splits,
         parts,
-        slots,
+        room,
         int(vector_aligned(inputs.x)),
         int(inputs.plan_settled),
     )
 
 
-def _shrink_ring(tiles: int, ranges: int) -> tuple[int, int]:
-    """Slots of the shrink's ring, and bytes of shared memory with the sums of the K tree."""
-    levels = ranges.bit_length() - 1
-    sums = levels * tiles * _LEVEL_BYTES
-    slot = _X_BYTES + tiles * _SLOT_RANK_BYTES
-    slots = _ring_slots(slot, sums, _SHRINK_SLOTS)
-    return slots, slots * slot + sums
+def _shrink_room(tiles: int, rows: int, ranges: int) -> tuple[int, int]:
+    """Shared memory of the stream shrink for a warp's sums, and in all: the levels of a warp's K
+    tree, in whose place its sums go to the other warps, and each warp's slots."""
+    ranks = tiles * _RANK_TILE
+    levels = max(1, ranges // _SHRINK_WARPS).bit_length() - 1
+    sums = max(levels * rows * ranks * 4, rows * (ranks + 4) * 4)
+    slots = _SHRINK_SLOTS * (rows + ranks) * _CHUNK_BYTES
+    return sums, _SHRINK_WARPS * (slots + sums)
 
 
 def _ring_slots(slot: int, fixed: int, most: int) -> int:
