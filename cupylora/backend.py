@@ -21,10 +21,11 @@ import numpy.typing as npt
 from cupylora.checks import check_array
 from cupylora.device import Backend, require_cuda, resolve_backend
 from cupylora.errors import CapacityError
+from cupylora.host_memory import HostMemory
 from cupylora.interop.convert import borrow
 from cupylora.interop.lifetimes import release_finished
 from cupylora.ops.status import DeviceStatus
-from cupylora.pinned import PinnedBuffers
+from cupylora.pinned import PinnedPool
 from cupylora.worklists import Array
 
 __all__ = ["ArrayBackend", "CudaBackend", "NumpyBackend", "StageClock", "open_backend"]
@@ -96,8 +97,9 @@ class ArrayBackend(ABC):
         CapacityError where there is none."""
 
     @abstractmethod
-    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
-        """Like ``host_buffer``, for buffers of about ``limit`` bytes together that come and go."""
+    def host_pool(self, limit: int) -> Callable[[int], HostMemory]:
+        """Gives memory like ``host_buffer``'s, for about ``limit`` bytes together that come and
+        go."""
 
     @abstractmethod
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
@@ -166,9 +168,9 @@ class NumpyBackend(ArrayBackend):
         buffer: npt.NDArray[np.uint8] = self.empty(nbytes, np.uint8)
         return buffer
 
-    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+    def host_pool(self, limit: int) -> Callable[[int], HostMemory]:
         """Any memory."""
-        return self.host_buffer
+        return HostMemory.new
 
     def upload(self, target: Array, host: npt.NDArray[np.uint8]) -> None:
         """Copy all bytes."""
@@ -253,9 +255,9 @@ class CudaBackend(ArrayBackend):
         """Pinned memory, which copies read without the driver's staging."""
         return np.frombuffer(self._pinned(max(1, nbytes)), np.uint8, nbytes)
 
-    def host_buffers(self, limit: int) -> Callable[[int], npt.NDArray[np.uint8]]:
+    def host_pool(self, limit: int) -> Callable[[int], HostMemory]:
         """Pinned memory that is used again."""
-        return PinnedBuffers(self._pinned, limit).take
+        return PinnedPool(self._pinned, limit).take
 
     def _pinned(self, nbytes: int) -> Any:
         """New pinned memory, not from CuPy's pool, which would keep every size it ever had."""

@@ -61,6 +61,10 @@ INT32_MAX, FLOAT32_MAX = int(np.iinfo(np.int32).max), float(np.finfo(np.float32)
 FLOATS: tuple[np.dtype[Any], ...] = tuple(DTYPES.values())
 """The element types of weights and activations."""
 
+_FIT = "_checked_on_device"
+"""Set in a work list's dict once its arrays were found fit, to where they are: a frozen bundle
+stays so, and layers hand one list to many calls."""
+
 Shape = Sequence[int | None]
 DtypeSpec = np.dtype[Any] | tuple[np.dtype[Any], ...]
 
@@ -109,9 +113,12 @@ def check_array(
 
 
 def _fits(got: Sequence[int], needed: Shape) -> bool:
-    return len(got) == len(needed) and all(
-        n is None or g == n for g, n in zip(got, needed, strict=True)
-    )
+    if len(got) != len(needed):
+        return False
+    for extent, wanted in zip(got, needed, strict=True):  # a loop: all() takes twice as long
+        if wanted is not None and extent != wanted:
+            return False
+    return True
 
 
 def _words(shape: Shape) -> str:
@@ -144,6 +151,8 @@ def check_type(name: str, value: Any, kind: type) -> None:
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """``value`` must be one of ``choices``."""
+    if type(value) is str and type(choices) is tuple and value in choices:
+        return
     known = tuple(choices)
     # An array would be compared element by element.
     if not isinstance(value, Hashable) or value not in known:
@@ -181,6 +190,8 @@ def check_status(status: Any, *, on_device: bool | None = None) -> None:
 def check_routing(routing: Any, *, on_device: bool | None = None, name: str = "routing") -> None:
     """Array dtypes and shapes of a Routing, and its sizes."""
     check_type(name, routing, Routing)
+    if vars(routing).get(_FIT) == on_device is not None:
+        return
     check_int(f"{name}.num_tokens", routing.num_tokens, 0)
     check_int(f"{name}.top_k", routing.top_k, 1)
     check_int(f"{name}.num_rows", routing.num_rows, 0, MAX_ROWS)
@@ -195,11 +206,14 @@ def check_routing(routing: Any, *, on_device: bool | None = None, name: str = "r
     ):
         value = getattr(routing, field)
         check_array(f"{name}.{field}", value, dtype=dtype, shape=shape, on_device=on_device)
+    vars(routing)[_FIT] = on_device
 
 
 def check_segments(segments: Any, *, on_device: bool | None = None, name: str = "segments") -> None:
     """Array dtypes and shapes of a Segments list."""
     check_type(name, segments, Segments)
+    if vars(segments).get(_FIT) == on_device is not None:
+        return
     check_tile_rows(segments.tile_rows)
     check_max_loras(segments.max_loras)
     check_array(f"{name}.expert", segments.expert, dtype=INT32, shape=(None,), on_device=on_device)
@@ -213,6 +227,7 @@ def check_segments(segments: Any, *, on_device: bool | None = None, name: str = 
     ):
         value = getattr(segments, field)
         check_array(f"{name}.{field}", value, dtype=INT32, shape=shape, on_device=on_device)
+    vars(segments)[_FIT] = on_device
 
 
 def check_token_lora(
@@ -300,8 +315,17 @@ def check_slots_fit(segments: Segments, max_loras: int) -> None:
         )
 
 
+_MOST_FITTING = 1024
+_fitting: dict[int, tuple[tuple[LoraSlice, ...], int]] = {}
+"""Slices that were found to fit y's width, by their id; kept, so that no other has it. A layer
+gives the same tuple to each call."""
+
+
 def check_slices(slices: Sequence[LoraSlice], width: int, name: str = "slices") -> None:
     """Every slice's columns lie within the ``width`` columns of y, and no two slices share one."""
+    found, fits = _fitting.get(id(slices), (None, 0))
+    if found is slices and fits == width:
+        return
     if not slices:
         raise ArgumentError(f"{name} is empty; at least one LoraSlice is needed")
     ranges: list[range] = []
@@ -317,6 +341,10 @@ def check_slices(slices: Sequence[LoraSlice], width: int, name: str = "slices") 
         if any(_share_a_column(columns, taken) for taken in ranges):
             raise ArgumentError(f"{label} shares columns of y with an earlier slice")
         ranges.append(columns)
+    if type(slices) is tuple:
+        if len(_fitting) >= _MOST_FITTING:
+            _fitting.clear()
+        _fitting[id(slices)] = slices, width
 
 
 def _share_a_column(a: range, b: range) -> bool:

@@ -21,6 +21,8 @@ FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 """Every supported element type by its name."""
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 def resolve_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
     """The dtype that ``dtype`` (one of the names in DTYPES, or any dtype-like) stands for.
@@ -43,5 +45,5 @@ def resolve_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
 
 def dtype_name(dtype: Any) -> str:
     """Name of a supported dtype: "bfloat16", "float16" or "float32"; else ArgumentError."""
-    resolved = resolve_dtype(dtype)
-    return next(name for name, known in DTYPES.items() if known == resolved)
+    known = _NAMES.get(dtype) if isinstance(dtype, np.dtype) else None
+    return known or _NAMES[resolve_dtype(dtype)]

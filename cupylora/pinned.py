@@ -1,94 +1,139 @@
-"""Pinned host memory for the host cache: given out by size, and kept for the next of that size.
+"""Pinned host memory for the host cache, pinned in chunks and given out in pieces of them.
 
-Pinning takes long (some GB a second) and so does giving it back, so memory that an adapter leaves
-serves the next one of its size class. What nobody has goes back to the system where memory in use
-and kept together would pass the limit.
+Pinning takes long (a few GB a second) and so does giving it back, so a chunk stays: what an adapter
+leaves serves the next ones, whatever their size, since memory may come in several parts. A chunk
+goes back to the system only where all chunks would be beyond the limit.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cupylora.checks import check_int
-from cupylora.errors import CapacityError
-from cupylora.size_class import size_class
+from cupylora.gaps import Gaps
+from cupylora.host_memory import HostBytes, HostMemory
 
-__all__ = ["PinnedBuffers"]
+__all__ = ["PinnedPool"]
 
-_SMALLEST = 4096
+CHUNK_BYTES = 64 << 20
+"""Copies of this size run at a link's full rate."""
+
+GRANULE = 4096
+"""Bytes: parts start and end at multiples of it."""
 
 
-class PinnedBuffers:
-    """Buffers of memory that ``make`` pins; ``limit``: bytes in use and kept together, as far as
-    what is in use allows.
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """memory: as ``make`` gave it; base: its place in the pool's numbering."""
+
+    memory: Any
+    base: int
+    size: int
+
+
+class PinnedPool:
+    """Memory that ``make`` pins; ``limit``: bytes of all chunks, as far as what is in use allows.
 
     make: size in bytes → an object with that memory (``numpy.frombuffer`` reads it), which frees it
     when it goes; raises CapacityError. May be called from any thread.
     """
 
-    def __init__(self, make: Callable[[int], Any], limit: int) -> None:
-        self._make, self._limit = make, check_int("limit", limit, 0)
-        self._kept: dict[int, list[Any]] = {}
-        self._used = self._idle = 0
-        # Arrays may be collected in the middle of a call here, in the same thread.
-        self._lock = threading.RLock()
+    def __init__(
+        self, make: Callable[[int], Any], limit: int, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._make, self._limit = make, _rounded(check_int("limit", limit, 0))
+        self._chunk_bytes = _rounded(check_int("chunk_bytes", chunk_bytes, 1))
+        self._chunks: dict[int, _Chunk] = {}  # by base, which no two ever have in common
+        self._held = self._next = 0
+        self._gaps = Gaps()
+        # Arrays may be collected anywhere, also in the middle of a call here, so what they leave
+        # waits here for the next call.
+        self._left: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all chunks."""
+        with self._lock:
+            self._collect()
+            return self._held
 
     @property
     def used_bytes(self) -> int:
-        """Of buffers that somebody has."""
-        return self._used
-
-    @property
-    def idle_bytes(self) -> int:
-        """Kept for later ones."""
-        return self._idle
-
-    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """A buffer of ``nbytes``, its content undefined; given back when the array, and all views
-        of it, are gone. Raises CapacityError where ``make`` does."""
-        size = size_class(max(1, check_int("nbytes", nbytes, 0)), _SMALLEST)
-        memory = self._reused(size)
-        if memory is None:
-            memory = self._made(size)
-        buffer = np.frombuffer(memory, np.uint8, nbytes)
+        """Of what somebody has."""
         with self._lock:
-            self._used += size
-        weakref.finalize(buffer, self._give_back, memory, size).atexit = False
-        return buffer
+            self._collect()
+            return self._held - self._gaps.total
 
-    def _reused(self, size: int) -> Any:
+    def take(self, nbytes: int) -> HostMemory:
+        """Memory of ``nbytes``, its content undefined; given back when its parts, and all views of
+        them, are gone. Raises CapacityError where ``make`` does."""
+        need = _rounded(check_int("nbytes", nbytes, 0))
         with self._lock:
-            if not self._kept.get(size):
-                return None
-            self._idle -= size
-            return self._kept[size].pop()
+            self._collect()
+            taken: list[tuple[int, int]] = []
+            parts: list[HostBytes] = []
+            try:
+                while need:
+                    taken.append(self._cut(need))
+                    need -= taken[-1][1]
+                for start, size in taken:
+                    parts.append(self._part(start, size, min(size, nbytes)))
+                    nbytes -= size
+            except BaseException:
+                self._left.extend(taken[len(parts) :])  # the others go with their arrays
+                raise
+        return HostMemory(parts)
 
-    def _made(self, size: int) -> Any:
-        with self._lock:
-            if self._used + self._idle + size > self._limit:
-                self._drop()
-        try:
-            return self._make(size)
-        except CapacityError:
-            with self._lock:
-                if not self._idle:
-                    raise
-                self._drop()
-            return self._make(size)
+    def _cut(self, need: int) -> tuple[int, int]:
+        """A span for all of ``need``, else for as much as there is in one place."""
+        span = self._gaps.smallest(need) or self._gaps.largest
+        if not span[1]:
+            span = self._new_chunk(need)
+        size = min(need, span[1])
+        return self._gaps.cut(span, size), size
 
-    def _drop(self) -> None:
-        self._kept.clear()
-        self._idle = 0
+    def _new_chunk(self, need: int) -> tuple[int, int]:
+        """Where nothing is free: a chunk, or what the limit leaves; beyond it, what lacks."""
+        left = self._limit - self._held
+        size = min(self._chunk_bytes, left if left > 0 else need)
+        chunk = _Chunk(self._make(size), self._next, size)
+        self._next += size + GRANULE  # so that gaps of two chunks never merge
+        self._chunks[chunk.base] = chunk
+        self._held += size
+        self._gaps.give(chunk.base, size)
+        return chunk.base, size
 
-    def _give_back(self, memory: Any, size: int) -> None:
-        with self._lock:
-            self._used -= size
-            if self._used + self._idle + size <= self._limit:
-                self._kept.setdefault(size, []).append(memory)
-                self._idle += size
+    def _part(self, start: int, size: int, nbytes: int) -> HostBytes:
+        chunk = self._chunk_of(start)
+        part = np.frombuffer(chunk.memory, np.uint8, nbytes, start - chunk.base)
+        weakref.finalize(part, self._left.append, (start, size)).atexit = False
+        return part
+
+    def _chunk_of(self, place: int) -> _Chunk:
+        bases = list(self._chunks)  # in order: a new one is beyond all others
+        return self._chunks[bases[bisect(bases, place) - 1]]
+
+    def _collect(self) -> None:
+        """Make free what arrays left; let chunks go that are beyond the limit."""
+        while self._left:
+            self._gaps.give(*self._left.popleft())
+        if self._held <= self._limit:
+            return
+        for base, size in [span for span in self._gaps if span[0] in self._chunks]:
+            if size == self._chunks[base].size and self._held > self._limit:
+                self._gaps.cut((base, size), size)
+                self._held -= size
+                del self._chunks[base]
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // GRANULE) * GRANULE

@@ -17,30 +17,33 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.adapters.caching import CacheWriter
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.importing import Importer
-from cupylora.adapters.leases import SlotLeases
+from cupylora.adapters.leases import SlotLeases, SlotSet, slots_in
 from cupylora.adapters.packed import PackedAdapter
 from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import Arena, SlotTable, StoredAdapter
-from cupylora.adapters.store import AdapterStore
+from cupylora.adapters.store import AdapterStore, Arrival
 from cupylora.backend import ArrayBackend, open_backend
 from cupylora.checks import INT32, check_array, check_int, check_type
+from cupylora.compiler import driver
 from cupylora.errors import ArgumentError, CapacityError, GraphError, RoomError
 from cupylora.graphs.buckets import BatchKey, DispatchCounts
 from cupylora.graphs.buffers import Pad, StepBuffers
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
 from cupylora.graphs.fence import CudaFence, DirectFence, StepFence
 from cupylora.graphs.manager import CapturedGraph, GraphOptions, StepFunction, StepGraphs
+from cupylora.graphs.staging import is_host_int32
 from cupylora.interop.convert import borrow
 from cupylora.interop.lifetimes import release_finished
 from cupylora.shapes import LoraLimits, ModelShape
@@ -52,8 +55,7 @@ __all__ = ["LoraRuntime", "RuntimeStep"]
 Generations = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class RuntimeStep:
+class RuntimeStep(NamedTuple):
     """One step that was enqueued.
 
     number: counted from 1; 0 for a batch of no tokens. key: of the graph replayed; None: eager.
@@ -68,6 +70,10 @@ class RuntimeStep:
     generations: Generations
 
 
+_Brought = tuple[StoredAdapter, str | Path | None]
+"""An adapter in free room; and where its files are, if its content is not in the host cache yet."""
+
+
 class LoraRuntime:
     """Adapters and steps of one model on one device.
 
@@ -77,9 +83,11 @@ class LoraRuntime:
     are mixed (gaps between blocks). host_cache_bytes: host memory (pinned, with CUDA) for packed
     adapters, so that ``load(name)`` needs no file, and room for one more while one is loaded; None:
     no cache. backend: "auto", "cuda", "numpy", or an ArrayBackend. graphs: how steps are served.
-    stream: for all steps, in any form (see ``use_stream``), kept alive; left out: a new
-    non-blocking one, which waits for no other (write buffers inside ``on_stream()``) and to which
-    work of loads gives way.
+    stream: for all steps, in any form (see ``use_stream``). An object is kept; the stream, given by
+    its number above all, must live until the last step, load or other call here is over.
+    ``synchronize``, ``close`` and the runtime's end wait for its work without touching it. Left
+    out: a new non-blocking one, which waits for no other (write buffers inside ``on_stream()``) and
+    to which work of loads gives way.
 
     Loads may come from any thread while another steps; two loads wait for one another. Raises
     ArgumentError for options that do not fit, CapacityError where memory lacks, GraphError for the
@@ -161,12 +169,14 @@ class LoraRuntime:
         self.store: AdapterStore | None = None
         if host_cache_bytes is not None:
             check_int("host_cache_bytes", host_cache_bytes, 0)
-            self._host_buffer = self.backend.host_buffers(host_cache_bytes)
-            self.store = AdapterStore(
-                table, budget_bytes=host_cache_bytes, allocate=self._host_buffer
-            )
+            # What is rounded up for each adapter comes on top.
+            room = self.backend.host_pool(host_cache_bytes + host_cache_bytes // 16)
+            self.store = AdapterStore(table, budget_bytes=host_cache_bytes, allocate=room)
         # On a CPU its way is longer than the host's own.
         self._importer = Importer(self.backend) if self.backend.on_device else None
+        self._cache_writer = None
+        if self.store is not None:
+            self._cache_writer = CacheWriter(self.store, self._read_context())
         self._loader: ThreadPoolExecutor | None = None
         self.leases = SlotLeases(table.limits.max_loras, self._fence)
         self._graphs: StepGraphs | None = None
@@ -207,10 +217,11 @@ class LoraRuntime:
         It goes into a free slot, else into that of the adapter unused longest, which is unloaded;
         never into one that work in flight reads (the call waits for that), and never of a pinned
         adapter or of one in ``keep``. Where ``name`` serves already, the former version does so
-        until the new one is in place. With a host cache the packed adapter is kept there, and
-        ``adapter`` may be left out for one that is. pin: whether its slot may be taken by other
-        loads; None: as it was, no at first. progress: told what is being done ("reading",
-        "packing", "copying", "caching", "placing"). Returns the slot.
+        until the new one is in place. With a host cache the packed adapter is kept there (with
+        CUDA it is copied there afterwards, while it serves), and ``adapter`` may be left out for
+        one that is. pin: whether its slot may be taken by other loads; None: as it was, no at
+        first. progress: told what is being done ("reading", "packing", "copying", "placing").
+        Returns the slot.
 
         Raises as ``read_adapter`` and ``SlotTable.load`` do, CapacityError if there is no slot or
         no room; what served before goes on serving then.
@@ -223,22 +234,41 @@ class LoraRuntime:
     def _load(
         self,
         name: str,
-        store: Callable[[], StoredAdapter],
+        bring: Callable[[], _Brought],
         keep: Sequence[str],
         pin: bool | None,
         say: Callable[[str], object] = lambda _: None,
     ) -> int:
-        """Place what ``store`` brings to free room; undo all of it where something fails."""
-        stored = None
+        """Place what ``bring`` wrote to free room; undo all of it where something fails."""
+        stored, arrival = None, None
         restoring = contextlib.nullcontext() if self.store is None else self.store.restoring(name)
         with restoring:
             try:
-                stored = store()
+                stored, path = bring()
                 say("placing")
-                return self._place(name, stored, keep, pin)
-            finally:
-                if stored is not None and stored.offsets is not None:
+                arrival = None if path is None else self._expect(name, stored, path)
+                slot = self._place(name, stored, keep, pin)
+            except BaseException:
+                if arrival is not None:
+                    arrival.close()
+                if stored is not None and stored.blocks is not None:
                     self.table.discard(stored)
+                raise
+        # Not before the former content may leave the cache: it would take room beside it.
+        if arrival is not None and self._cache_writer is not None:
+            self._cache_writer.begin(arrival)
+        return slot
+
+    def _expect(self, name: str, stored: StoredAdapter, path: str | Path) -> Arrival | None:
+        """Tell the host cache of what is to be copied there from the device."""
+        if self.store is None:
+            return None
+        reader = self.table.reader(stored)
+        try:
+            return self.store.expect(name, path, reader)
+        except BaseException:
+            reader.close()
+            raise
 
     def load_arrays(
         self,
@@ -261,7 +291,7 @@ class LoraRuntime:
         with self._loading_alone("load_arrays"):
             self.backend.synchronize()
             write = partial(self.table.store_arrays, name, given)
-            return self._load(name, lambda: self._stored(write), keep, pin)
+            return self._load(name, lambda: (self._stored(write), None), keep, pin)
 
     def load_async(
         self,
@@ -337,17 +367,18 @@ class LoraRuntime:
         adapter: Adapter | str | Path | None,
         say: Callable[[str], object],
         staying: Sequence[str] | None = None,
-    ) -> StoredAdapter:
+    ) -> _Brought:
         """An adapter in free room: from the host cache, or by way of it where there is one.
         staying: as in ``_stored``."""
         content: Adapter | PackedAdapter | str | Path | None = adapter
         if content is None and self.store is not None:
             content = self.store.find(name)
         if isinstance(content, str | Path) and self._importer is not None:
-            return self._import(self._importer, name, content, say, staying)
+            write = partial(self._importer.store, content, self.table, name=name, say=say)
+            return self._stored(write, staying), content
         ready = content if isinstance(content, PackedAdapter) else self._read(name, content, say)
         say("copying")
-        return self._stored(lambda: self.table.store(ready), staying)
+        return self._stored(lambda: self.table.store(ready), staying), None
 
     def _read(
         self, name: str, adapter: Adapter | str | Path | None, say: Callable[[str], object]
@@ -363,34 +394,20 @@ class LoraRuntime:
         table = self.table
         return read_adapter(adapter, table.model, name=name, limits=table.limits)
 
-    def _import(
-        self,
-        importer: Importer,
-        name: str,
-        path: str | Path,
-        say: Callable[[str], object],
-        staying: Sequence[str] | None,
-    ) -> StoredAdapter:
-        """Files to free room by way of the device, and from there to the host cache."""
-        write = partial(importer.store, path, self.table, name=name, say=say)
-        stored = self._stored(write, staying)
-        if self.store is None:
-            return stored
-        try:
-            say("caching")
-            self._keep(self.store, name, stored, path)
-        except BaseException:
-            self.table.discard(stored)
-            raise
-        return stored
+    def _read_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """For copies to the host cache: the device, and a stream that no load or step waits for;
+        memory is pinned for them, which must void no capture. It keeps nothing of this object
+        alive."""
+        if not self.backend.on_device:
+            return contextlib.nullcontext
+        on_device, stream = self.recorder.on_device, self.backend.xp.cuda.Stream(non_blocking=True)
 
-    def _keep(
-        self, store: AdapterStore, name: str, stored: StoredAdapter, path: str | Path
-    ) -> None:
-        """Copy what is in room on the device to the host cache."""
-        with contextlib.nullcontext() if self._copies is None else self._copies:
-            packed = self.table.read_back(stored, self._host_buffer)
-        store.keep(name, packed, path)
+        @contextlib.contextmanager
+        def entering() -> Iterator[None]:
+            with on_device(), driver.outside_captures(), stream:
+                yield
+
+        return entering
 
     def unload(self, name: str) -> None:
         """``name`` serves no more from the next step on. Its slot and room are taken again once
@@ -442,7 +459,12 @@ class LoraRuntime:
         """Whether something can be freed that could not before."""
         with self._lock:
             reading = self.leases.unnamed_steps()
-            if not reading:
+        if not reading:
+            # What was to go may have been read, until just now even.
+            waited = self._cache_writer is not None and self._cache_writer.finish()
+            if self.table.collect() or waited:
+                return True
+            with self._lock:
                 name = None if staying is None else self.leases.idle_longest(staying)
                 if name is None:
                     return False
@@ -470,8 +492,9 @@ class LoraRuntime:
         """Switch a slot that no step reads to what was stored, and the name to the slot."""
         with self._lock:
             place = self.leases.reserve(name, keep)
+            read_by = self.leases.last_step(place.slot)
         try:
-            self.leases.wait(place.slot)
+            self._fence.wait(read_by)
             with self._copying():
                 self.table.place(place.slot, stored)
             with self._lock:
@@ -482,7 +505,7 @@ class LoraRuntime:
         finally:
             with self._lock:
                 if self.leases.is_open(place):
-                    untouched = stored.offsets is not None
+                    untouched = stored.blocks is not None
                     (self.leases.give_back if untouched else self.leases.abandon)(place)
                     self._note_generations()
         return place.slot
@@ -506,7 +529,10 @@ class LoraRuntime:
             yield
             written = self._copies.record()
         with self._lock:  # the steps' stream may be in a capture, which must not wait
-            self.recorder.stream.wait_event(written)
+            if self._closed:  # or be gone
+                written.synchronize()
+            else:
+                self.recorder.stream.wait_event(written)
 
     def _note_generations(self) -> None:
         """A new array, since steps before keep theirs."""
@@ -576,7 +602,10 @@ class LoraRuntime:
         if progress is not None and not callable(progress):
             raise ArgumentError(f"progress is a {type(progress).__name__}; a function is needed")
         with self._entering("capture"):
-            return self._require_graphs().capture(keys, progress)
+            made = self._require_graphs().capture(keys, progress)
+            with self.on_stream():  # no step's number stands for the warm-ups
+                self.backend.synchronize()
+            return made
 
     def release_graphs(self) -> None:
         """Drop all graphs once their replays are over; buffers may be added again."""
@@ -610,19 +639,23 @@ class LoraRuntime:
                 raise GraphError("step was called from inside a step or a capture")
             self.backend.check_status()
             batch = graphs.read(token_to_slot)
-            self.leases.require_serving(batch.used)
+            tokens, used, groups = batch.num_tokens, batch.used, batch.groups
+            self.leases.require_serving(used)
             if as_of is not None:
-                self._require_same(batch.used, as_of)
-            number, self._inside = 0, True
+                self._require_same(used, as_of)
+            number, recorder = 0, self.recorder
+            before = recorder.enter_device()
+            self._inside = True
             try:
-                with self.recorder.on_device():
-                    made = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
+                key = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
             finally:  # also where it failed halfway: what was enqueued reads these slots
                 self._inside = False
-                if batch.num_tokens:
+                if tokens:
                     number = self._fence.submit()
-                    self.leases.use(batch.used, number)
-            return RuntimeStep(number, made.key, made.num_tokens, made.groups, self._generations)
+                    self.leases.use(used, number)
+                if before is not None:
+                    recorder.leave_device(before)
+            return RuntimeStep(number, key, tokens, groups, self._generations)
 
     def step_requests(
         self,
@@ -639,16 +672,19 @@ class LoraRuntime:
         slots, lengths = _host_int32("slots", slots), _host_int32("lengths", lengths)
         if len(slots) != len(lengths):
             raise ArgumentError(f"slots has {len(slots)} requests, lengths {len(lengths)}")
-        if len(lengths) and int(lengths.min()) < 0:
-            request = int(np.argmin(lengths))
-            raise ArgumentError(f"lengths[{request}] is {lengths[request]}; 0 or more is needed")
+        if len(lengths):
+            request = int(lengths.argmin())
+            if lengths[request] < 0:
+                raise ArgumentError(
+                    f"lengths[{request}] is {lengths[request]}; 0 or more is needed"
+                )
         tokens = int(lengths.sum(dtype=np.int64))
         if tokens > self.buffers.max_tokens:
             raise CapacityError(
                 f"lengths are {counted(tokens, 'token')} together; there is room for "
                 f"{self.buffers.max_tokens}"
             )
-        token_to_slot = np.repeat(slots, lengths)
+        token_to_slot = slots.repeat(lengths)
         return self.step(token_to_slot, as_of=as_of, num_reqs=len(slots), uniform=uniform)
 
     def step_names(
@@ -674,18 +710,20 @@ class LoraRuntime:
 
     def close(self) -> None:
         """Wait for loads and steps, and drop all graphs. Nothing can be loaded in the background or
-        stepped afterwards. Raises GraphError where a load, its progress or its future's callback
-        calls it."""
+        stepped afterwards, and a stream that was given is not touched from here on. Raises
+        GraphError where a load, its progress or its future's callback calls it."""
         if threading.get_ident() == self._loader_thread:
             raise GraphError("close was called by a load in the background; call it elsewhere")
         with self._loading_alone("close"):
             self._closed = True
         if self._loader is not None:
             self._loader.shutdown()
+        if self._cache_writer is not None:
+            self._cache_writer.close()
         with self._entering("close"):
             self._fence.wait(self._fence.enqueued)
             if self._graphs is not None:
-                self._graphs.release()
+                self._graphs.release(over=True)
             self._graphs = None
 
     def _require_graphs(self) -> StepGraphs:
@@ -693,13 +731,13 @@ class LoraRuntime:
             raise ArgumentError("there is no step function yet; call set_step first")
         return self._graphs
 
-    def _require_same(self, used: npt.NDArray[np.bool_], as_of: Generations) -> None:
-        shape = (len(used),)
+    def _require_same(self, used: SlotSet, as_of: Generations) -> None:
+        shape = self._generations.shape
         as_of = borrow("as_of", as_of, on_device=False)
         check_array("as_of", as_of, dtype=np.dtype(np.int64), shape=shape, on_device=False)
-        changed = used & (as_of != self._generations)
-        if changed.any():
-            slots = ", ".join(map(str, np.flatnonzero(changed).tolist()))
+        changed = [slot for slot in slots_in(used) if as_of[slot] != self._generations[slot]]
+        if changed:
+            slots = ", ".join(map(str, changed))
             raise ArgumentError(
                 f"slot {slots} holds another load than when it was looked up; look the adapters up "
                 "again (slots_of), or pin them"
@@ -725,10 +763,14 @@ class LoraRuntime:
                 raise GraphError(f"{what} was called from inside a load")
             self._in_load = True
             try:
-                with self.recorder.on_device():
+                with self.recorder.on_device(), self._outside_captures():
                     yield
             finally:
                 self._in_load = False
+
+    def _outside_captures(self) -> contextlib.AbstractContextManager[None]:
+        """Loads pin memory, wait and ask events, and void no capture of the host's in doing so."""
+        return driver.outside_captures() if self.backend.on_device else contextlib.nullcontext()
 
     def _note_loader(self) -> None:
         self._loader_thread = threading.get_ident()
@@ -767,6 +809,9 @@ def _check_names(what: str, names: Any) -> Sequence[Any]:
 
 
 def _host_int32(name: str, array: Any) -> npt.NDArray[np.int32]:
+    if is_host_int32(array):
+        given: npt.NDArray[np.int32] = array
+        return given
     taken: npt.NDArray[np.int32] = borrow(name, array, on_device=False)
     check_array(name, taken, dtype=INT32, shape=(None,), on_device=False)
     return taken

@@ -6,7 +6,8 @@ cuda one is marked ``gpu``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,18 @@ from cupylora.worklists import PACKED
 BACKENDS = ["numpy", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = ("bfloat16", "float16", "float32")
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@contextlib.contextmanager
+def jax_on(kind: str) -> Iterator[Any]:
+    """JAX, its new arrays on the first device of a kind: "cpu" or "gpu"; skips the test without."""
+    jax = pytest.importorskip("jax", reason="needs JAX")
+    try:
+        device = jax.devices(kind)[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no {kind} here: {error}")
+    with jax.default_device(device):
+        yield jax
 
 
 def rounded(values: Array, dtype: str) -> Array:

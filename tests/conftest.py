@@ -8,6 +8,7 @@ and a run that executed no GPU test at all fails too: a green run then proves a 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,9 @@ from cupylora.compiler.programs import find_program
 from cupylora.device import DeviceInfo, DeviceState, probe
 from cupylora.errors import CompileError
 from cupylora.resources import cuda_source_dir
+
+# JAX would take most of the device's memory at its start, in each of the processes that run tests.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 GPU_TESTS_RUN = pytest.StashKey[int]()
 _GPU_MARKERS = ("gpu", "multi_gpu")

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
+from cupylora.adapters import names
 from cupylora.adapters.device_factors import FactorArrays
 from cupylora.adapters.factors import Adapter, LoraFactors
 from cupylora.adapters.names import Place, place
@@ -408,3 +409,58 @@ def test_no_name_takes_long(piece: str) -> None:
     for name in names:
         for _ in range(20):
             place(name[:512])
+
+
+NUMBERS = st.sampled_from(["0", "3", "12", "007", "999999", "1234567", "\u0663"])
+WORDS = st.sampled_from(
+    [
+        "base_model",
+        "model",
+        "layers",
+        "mlp",
+        "experts",
+        "self_attn",
+        "q_proj",
+        "q_0_proj",
+        "gate_proj",
+        "w1",
+        "lora_A",
+        "lora_B",
+        "weight",
+        "default",
+        "base_layer",
+        "shared_expert",
+        "feed_forward",
+        "lora_te1",
+        "lora_te",
+        "alpha",
+        "bias",
+    ]
+)
+ENDS = st.sampled_from(["lora_A.weight", "lora_B", "lora_down.weight", "alpha", "lora_A.bias"])
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    st.one_of(
+        st.builds(
+            "{}.layers.{}.mlp.experts.{}.{}.{}".format,
+            st.sampled_from(["base_model.model.model", "model", "vision.3"]),
+            NUMBERS,
+            NUMBERS,
+            WORDS | NUMBERS,
+            ENDS,
+        ),
+        st.builds("layers.{}.mlp.experts.{}_projs.{}.{}".format, NUMBERS, WORDS, NUMBERS, ENDS),
+        st.builds("layers.{}.self_attn.{}.{}".format, NUMBERS, WORDS | NUMBERS, ENDS),
+        st.builds("layers.{}.mlp.experts.{}".format, NUMBERS, ENDS),
+        st.builds(
+            "lora_te1_model_layers_{}_mlp_experts_{}_{}.{}".format, NUMBERS, NUMBERS, WORDS, ENDS
+        ),
+        st.lists(WORDS | NUMBERS, min_size=2, max_size=9).map(".".join),
+        st.lists(WORDS | NUMBERS, min_size=2, max_size=9).map("_".join),
+    )
+)
+def test_names_of_one_form_are_placed_as_each_by_itself(name: str) -> None:
+    found, alone = place(name), names._look_up(name)
+    assert (type(found), found) == (type(alone), alone)

@@ -23,6 +23,7 @@ from cupylora.dtypes import DTYPES
 from cupylora.export.declarations import Declared
 from cupylora.export.manifest import function_of
 from cupylora.export.rules import FUNCTIONS, RULES, SYMBOLS
+from cupylora.graphs import staging
 from cupylora.ops import _device
 from cupylora.ops._lora_choice import k_ranges
 from cupylora.worklists import SLOT_ENTRY_BYTES
@@ -205,6 +206,12 @@ def test_rules_of_the_other_operations(dtype: str, tokens: int, launches: Launch
         *("fill_uniform", "permute_rows", "lora_finalize", "slot_lookup", "pointer_expand"),
         *("problem_rows", "problem_runs", "expert_problems", "gemm_tiles", gemm, activation),
     }
+
+
+def test_a_step_takes_its_batch_by_the_rule(launches: Launches) -> None:
+    types = staging._TYPES
+    launches.enqueue("step", "take_batch", types, (1,), staging._THREADS, (1,) * len(types))
+    assert launches.seen == {"take_batch"}
 
 
 def test_rules_use_the_notation_that_the_manifest_explains() -> None:

@@ -19,6 +19,7 @@ from cupylora.errors import GraphError
 from cupylora.graphs.buckets import BatchKey, DispatchOptions
 from cupylora.graphs.capture import CudaRecorder
 from cupylora.graphs.manager import GraphOptions
+from cupylora.graphs.staging import STAGING_DEPTH
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +70,56 @@ def test_other_threads_work_during_a_capture(harness: Harness) -> None:
     assert sums
     assert set(sums) == {10_000.0}
     harness.check(Inputs.random(5, np.zeros(5), 0))
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["replay", "eager"])
+def test_the_first_call_of_a_thread_is_a_step(harness: Harness, captured: bool) -> None:
+    """Nothing made the device's context current there before."""
+    if not captured:
+        harness.runtime.release_graphs()
+    inputs = Inputs.random(5, np.resize([0, 1, -1], 5), 0)
+    expected = harness.expected(inputs)
+    harness.write(inputs)
+    harness.read("x")
+    steps: list[Any] = []
+    thread = threading.Thread(target=lambda: steps.append(harness.runtime.step(inputs.slots)))
+    thread.start()
+    thread.join()
+    assert (steps[0].key is not None) == captured
+    for name, want in zip(("y", "out"), expected, strict=True):
+        assert harness.read(name, 5).tobytes() == want.tobytes()
+
+
+def test_more_steps_under_way_than_the_ring_has_places(harness: Harness) -> None:
+    """Each takes its own batch, in graphs and eagerly by turns, whatever the host is ahead by."""
+    rng = np.random.default_rng(0)
+    sizes = [int(n) for n in rng.integers(1, 24, 6 * STAGING_DEPTH)]
+    slots = harness.runtime.buffers.whole("token_to_slot")
+    seen, wanted = [], []
+    with harness.on_stream():
+        harness.buffers["ids"].fill(0)
+        for tokens in sizes:
+            batch = rng.integers(-1, 4, tokens).astype(np.int32)
+            key = harness.runtime.step(batch).key
+            rows = tokens if key is None else key.num_tokens
+            seen.append((slots[:rows].copy(), harness.buffers["ids"][:rows].copy()))
+            harness.buffers["ids"].fill(0)
+            wanted.append((batch, rows - tokens))
+        for (got, ids), (batch, padding) in zip(seen, wanted, strict=True):
+            host = harness.backend.to_host(got)
+            assert host.tolist() == [*batch.tolist(), *[-1] * padding]
+            rows = harness.backend.to_host(ids)
+            assert (rows[len(batch) :] == -1).all()
+            assert (rows[: len(batch)] == 0).all()
+
+
+def test_a_graph_launched_without_a_batch_changes_no_slots(harness: Harness) -> None:
+    harness.run(Inputs.random(5, np.resize([0, 1, -1], 5), 0))
+    harness.runtime.recording(FULL).launch()
+    slots = harness.runtime.buffers.whole("token_to_slot")
+    with harness.on_stream():
+        assert harness.backend.to_host(slots[:8]).tolist() == [0, 1, -1, 0, 1, -1, -1, -1]
+    harness.check(Inputs.random(8, np.resize([2, 3, -1], 8), 1))
 
 
 def test_a_graph_can_be_looked_into(harness: Harness, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gpu_util import to_device
 from problem_util import random_case
-from runtime_util import MODEL, room
+from runtime_util import MODEL, adapter, room
 
 from cupylora import ops, reference, use_stream
 from cupylora.backend import open_backend
@@ -202,28 +202,95 @@ def _routing() -> Any:
     return reference.route(case.topk_ids, case.token_to_slot, **case.sizes)  # type: ignore[arg-type]
 
 
-def test_a_runtime_steps_on_a_stream_given_by_number() -> None:
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    runtime = LoraRuntime(
+def _runtime(stream: Any = None) -> LoraRuntime:
+    return LoraRuntime(
         MODEL,
         LoraLimits(2, 24),
         dtype="bfloat16",
         max_tokens=4,
         arena_bytes=room(2),
         backend="cuda",
-        stream=int(stream.ptr),
+        stream=stream,
     )
+
+
+NO_ADAPTERS = np.full(4, -1, np.int32)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_runtime_steps_on_a_stream_given_by_number(graphs: bool, closed: bool) -> None:
+    """And outlives it: the host destroys its stream before the runtime and its buffers go."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    runtime = _runtime(int(stream.ptr))
     given = cupy.zeros((4, 8), np.float32)
-    foreign = OnlyDlpack(given, cupy.cuda.get_current_stream())
-    assert runtime.add_buffer("x", (8,), np.float32, array=foreign) is foreign
+    foreign = OnlyInterface(given, cupy.cuda.Stream.ptds)
+    same = runtime.add_buffer("x", (8,), np.float32, array=foreign) is foreign
+    assert same
     runtime.set_step(lambda step: step["x"].fill(3))
-    runtime.capture()
-    runtime.step(np.array([-1, -1, -1, -1], np.int32))
+    if graphs:
+        runtime.capture()
+    runtime.step(NO_ADAPTERS)
     runtime.synchronize()
     assert (given.get() == 3).all()
     assert runtime.recorder.handle == stream.ptr
+    gone = weakref.ref(foreign)
+    del stream, foreign
+    runtime.synchronize()
+    if closed:
+        runtime.close()
+    assert gone() is not None
+    del runtime
+    gc.collect()
+    release_finished()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_view_outlives_the_stream_that_it_was_taken_on() -> None:
+    import cupy
+
+    array, out = cupy.asarray(_values()), cupy.empty((ROWS, WIDTH // 2), np.float16)
+    expected = _activation(array).get()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    held: Any = OnlyInterface(array, cupy.cuda.Stream.ptds)
+    gone = weakref.ref(held)
+    with use_stream(int(stream.ptr)):
+        kept = open_backend("cuda").view(held)
+        _activation(kept, out=out)
+        result = ArrayView.of(out)
+    held = None
+    stream.synchronize()
+    del stream
+    assert _activation(result).shape == (ROWS, WIDTH // 4), "waits for no stream that is gone"
+    assert out.get().tobytes() == expected.tobytes()
+    del kept
+    release_finished()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_load_voids_no_capture_of_another_thread() -> None:
+    import cupy
+
+    runtime = _runtime()
+    runtime.set_step(lambda _: None)
+    runtime.load("a", adapter(0))  # loads kernels
+    stream, array = cupy.cuda.Stream(non_blocking=True), cupy.zeros(16, np.uint8)
+    runtime.step(NO_ADAPTERS)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        array.data.memset_async(7, 16, stream)
+        runtime.load_async("b", adapter(1)).result(60)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert (array.get() == 7).all()
+    runtime.close()
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])

@@ -272,11 +272,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Iterator[li
     )
     from cupylora.ops import _lora_fused
 
-    for cached in (_lora_fused._cluster_shape, _lora_fused._ring_shape):
-        cached.cache_clear()
+    _lora_fused._settings.cache_clear()
     yield made
-    for cached in (_lora_fused._cluster_shape, _lora_fused._ring_shape):
-        cached.cache_clear()
+    _lora_fused._settings.cache_clear()
 
 
 @pytest.fixture(scope="module")

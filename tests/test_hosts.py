@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_util import BACKENDS
+from backend_util import BACKENDS, jax_on
 from dlpack_producer import Producer
 
-from cupylora.backend import open_backend
+from cupylora.backend import ArrayBackend, open_backend
 from cupylora.dtypes import BFLOAT16
 
 HOSTS = Path(__file__).parent.parent / "tools" / "hosts"
@@ -27,6 +27,19 @@ HOSTS = Path(__file__).parent.parent / "tools" / "hosts"
 @pytest.fixture(autouse=True)
 def _hosts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HOSTS))
+
+
+def test_no_host_takes_the_name_of_a_package_that_it_uses() -> None:
+    """Python looks beside a script first: numba finds its CUDA target by the name numba_cuda."""
+    packages = {"cupy", "jax", "numba", "numba_cuda", "torch", "triton_python_backend_utils"}
+    assert packages.isdisjoint(path.stem for path in HOSTS.rglob("*.py"))
+
+
+def test_a_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numba_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ImportError, match=r"needs numba-cuda beside CuPy: pip install"):
+        importlib.import_module("numba_kernels")
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -42,10 +55,12 @@ def test_cupy_alone(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_numba_cuda() -> None:
-    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
-    host = importlib.import_module("numba_cuda")
-    stream = importlib.import_module("numba.cuda").stream()
+def test_numba_kernels() -> None:
+    numba = pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    if not numba.is_available():
+        pytest.skip("numba finds no CUDA device, or no NVVM to compile with")
+    host = importlib.import_module("numba_kernels")
+    stream = numba.stream()
     rows = host.step(stream).copy_to_host(stream=stream)
     assert (rows[[1, 3]] == 0).all()
     assert (rows[0] == rows[2]).all()
@@ -55,17 +70,22 @@ def test_numba_cuda() -> None:
 # --- JAX -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=BACKENDS)
+def here(request: pytest.FixtureRequest) -> Iterator[ArrayBackend]:
+    """A backend, JAX working on its device."""
+    with jax_on("gpu" if request.param == "cuda" else "cpu"):
+        yield open_backend(request.param)
+
+
 @pytest.fixture
-def jax_host() -> Any:
-    pytest.importorskip("jax", reason="needs JAX")
+def jax_host(here: ArrayBackend) -> Any:
     return importlib.import_module("jax_moe")
 
 
-def _block(host: Any, adapters: int) -> Any:
+def _block(host: Any, here: ArrayBackend, adapters: int) -> Any:
     """A layer of the host, and what it is given."""
     import jax
 
-    here = open_backend("cuda" if jax.default_backend() == "gpu" else "numpy")
     model = host.load_model("tiny-moe")
     limits, arena = host.LoraLimits(max_loras=4, max_rank=16), host.Arena(1 << 20, here.xp)
     table = host.SlotTable(model, limits, BFLOAT16, xp=here.xp, arena=arena)
@@ -80,17 +100,17 @@ def _block(host: Any, adapters: int) -> Any:
     base = values(8, 96, 64), values(8, 64, 48)
     ids = np.stack([rng.permutation(8)[:2] for _ in range(8)]).astype(np.int32)
     scores = rng.random((8, 2), np.float32)
-    return layer, here, table, values(8, 64), jax.numpy.asarray(ids), scores, base
+    return layer, table, values(8, 64), jax.numpy.asarray(ids), scores, base
 
 
-def test_jax_layers_have_deltas_between_their_gemms(jax_host: Any) -> None:
+def test_jax_layers_have_deltas_between_their_gemms(jax_host: Any, here: ArrayBackend) -> None:
     """As our whole block computes it, up to what each rounds."""
     import jax
     from backend_util import moe_layer
 
     from cupylora.layers.moe import MoeWeights
 
-    layer, here, table, x, ids, scores, base = _block(jax_host, 2)
+    layer, table, x, ids, scores, base = _block(jax_host, here, 2)
     slots = np.array([0, -1, 1, 0, 1, -1, 0, 1], np.int32)
     got = layer(x, ids, jax.numpy.asarray(scores), jax.numpy.asarray(slots), base)
     assert isinstance(got, jax.Array)
@@ -106,12 +126,12 @@ def test_jax_layers_have_deltas_between_their_gemms(jax_host: Any) -> None:
     assert changed.tolist() == (slots >= 0).tolist()
 
 
-def test_nothing_is_copied_between_jax_and_us(jax_host: Any) -> None:
+def test_nothing_is_copied_between_jax_and_us(jax_host: Any, here: ArrayBackend) -> None:
     import jax
 
     from cupylora.errors import ArgumentError
 
-    layer, here, _, x, *_ = _block(jax_host, 1)
+    layer, _, x, *_ = _block(jax_host, here, 1)
     assert here.address(here.view(x)) == x.unsafe_buffer_pointer()
     mine = jax_host.own_array(here, (8, 64), BFLOAT16)
     assert jax_host.to_jax(mine).unsafe_buffer_pointer() == here.address(mine)
@@ -121,10 +141,8 @@ def test_nothing_is_copied_between_jax_and_us(jax_host: Any) -> None:
         layer.lora.add_down(hidden, base, layer.plan)
 
 
-def test_what_jax_still_computes_is_waited_for(jax_host: Any) -> None:
+def test_what_jax_still_computes_is_waited_for(here: ArrayBackend) -> None:
     import jax
-
-    here = open_backend("cuda" if jax.default_backend() == "gpu" else "numpy")
 
     @jax.jit
     def slow(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,14 @@ from cupylora.adapters.peft import read_adapter
 from cupylora.adapters.slots import adapter_bytes
 from cupylora.cli import main
 from cupylora.errors import AdapterFormatError, ArgumentError
+from cupylora.resources import data_dir
 from cupylora.shapes import ModelShape
 
 TOY = files.model()
 MOE = TOY.moe
 Q = "layers.0.self_attn.q_proj"
 NAME = f"{PREFIX}{Q}.lora_A.weight"
+REFUSED = sorted(path for path in (data_dir() / "refused").iterdir() if path.is_dir())
 ONE = np.ones((1, 1), np.float16)
 
 
@@ -124,6 +127,18 @@ def test_without_a_model_what_no_model_would_take_is_found(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ALL)
 def test_without_a_model_every_fixture_is_fine(name: str) -> None:
     assert problems(load_fixture(name).path, None) == []
+
+
+@pytest.mark.parametrize("folder", [*(load_fixture(name).path for name in ALL), *REFUSED])
+def test_eighty_columns_break_no_name(folder: Path) -> None:
+    text = CliRunner().invoke(main, ["inspect", str(folder)], env={"COLUMNS": "80"}).stdout
+    table = [line for line in text.splitlines() if line[:1] in {"┃", "│"}]
+    assert table
+    assert max(map(len, table)) <= 80
+    columns = zip(*(re.split("[┃│]", line)[1:-1] for line in table), strict=True)
+    parts = {part for cell in next(columns)[1:] for part in re.findall(r"[^.]+", cell.strip())}
+    names = {part for row in inspect_adapter(folder).held for part in row.name.split(".")}
+    assert parts == names, "folded at dots alone"
 
 
 def test_kohyas_file(tmp_path: Path) -> None:

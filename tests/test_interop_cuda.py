@@ -29,7 +29,7 @@ from cupylora.dtypes import BFLOAT16
 from cupylora.errors import ArgumentError, DeviceUnavailableError, GraphError
 from cupylora.graphs.capture import CudaRecorder
 from cupylora.graphs.fence import CudaFence
-from cupylora.interop import lifetimes, streams
+from cupylora.interop import events, lifetimes
 from cupylora.interop.convert import borrow, lives_on_device
 from cupylora.interop.streams import as_stream, stream_handle, use_stream
 from cupylora.interop.view import ArrayView
@@ -47,6 +47,7 @@ def cuda() -> Iterator[FakeCuda]:
         made.capturing.clear()
         lifetimes.release_finished()
         assert not any(lifetimes._held.values())
+        assert made.wrong == []
 
 
 def _take(value: Any, *, written: bool = False, name: str = "x") -> Any:
@@ -307,9 +308,10 @@ def test_memory_is_given_back_once_whatever_threads_do(cuda: FakeCuda) -> None:
     def work(number: int) -> None:
         draw, views, stream = random.Random(number), [], cuda.stream(OURS + number % 2)
         for _ in range(150):
-            made.append(Producer(_array(2), device=(CUDA, 0)))
+            producer = Producer(_array(2), device=(CUDA, 0))
+            made.append(producer)
             stream.busy = draw.random() < 0.5
-            views.append(_take(made[-1]))
+            views.append(_take(producer))
             if len(views) > 4:
                 del views[draw.randrange(4)]
 
@@ -383,7 +385,7 @@ def test_streams_do_not_hold_up_one_another(cuda: FakeCuda) -> None:
 def test_events_are_used_again(cuda: FakeCuda) -> None:
     for _ in range(5):
         _take(Producer(_array(2), device=(CUDA, 0)))
-    assert len(streams._events[0]) == 1
+    assert len(events._events[0]) == 1
 
 
 def test_no_event_joins_a_capture(cuda: FakeCuda) -> None:
@@ -413,6 +415,157 @@ def test_what_is_refused_after_its_export_is_given_back_at_once(cuda: FakeCuda) 
         _take(producer)
     gc.collect()
     assert producer.deleted == 1
+
+
+# --- streams that are gone before views are ------------------------------------------------------
+
+
+@pytest.fixture(params=["number", "protocol"])
+def theirs(request: pytest.FixtureRequest) -> Any:
+    """A stream of the host's; with an object, its library destroys it though the object lives."""
+    return THEIRS if request.param == "number" else _Protocol((0, THEIRS))
+
+
+def test_a_view_outlives_a_stream_that_was_lent(theirs: Any, cuda: FakeCuda) -> None:
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with use_stream(theirs):
+        taken = _take(producer)
+    assert cuda.log == [("record", THEIRS)], "while the stream is there"
+    cuda.destroy(THEIRS)
+    del taken
+    assert producer.deleted == 1
+    assert cuda.log == [("record", THEIRS)]
+
+
+def test_what_is_enqueued_in_later_blocks_is_waited_for_too(cuda: FakeCuda) -> None:
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with use_stream(THEIRS):
+        taken = _take(producer)
+    with use_stream(THEIRS):
+        cuda.log.append(("launch", "with the view", ()))
+    assert cuda.log[-1] == ("record", THEIRS)
+    cuda.stream(THEIRS).busy = True
+    del taken
+    lifetimes.release_finished()
+    assert producer.deleted == 0
+    cuda.destroy(THEIRS)
+    lifetimes.release_finished()
+    assert producer.deleted == 1
+
+
+def test_a_view_that_goes_in_a_block_is_marked_there(theirs: Any, cuda: FakeCuda) -> None:
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with use_stream(theirs):
+        taken = _take(producer)
+        cuda.stream(THEIRS).busy = True
+        del taken
+        assert cuda.log == [("record", THEIRS)]
+    assert cuda.log == [("record", THEIRS)], "nobody is left who would ask"
+    cuda.destroy(THEIRS)
+    lifetimes.release_finished()
+    assert producer.deleted == 1
+
+
+def test_a_block_elsewhere_may_still_use_what_goes_here(cuda: FakeCuda) -> None:
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with use_stream(THEIRS):
+        taken = _take(producer)
+    with use_stream(THEIRS):
+        with use_stream(OURS):  # as another thread, where THEIRS is not the current stream
+            del taken
+            assert producer.deleted == 0
+        assert ("record", THEIRS) not in cuda.log[1:]
+    lifetimes.release_finished()
+    assert cuda.log[1:] == [("record", THEIRS)]
+    assert producer.deleted == 1
+    cuda.destroy(THEIRS)
+
+
+def test_without_a_block_memory_stays_until_its_stream_is_in_use_again(cuda: FakeCuda) -> None:
+    """The host makes the stream CuPy's current one itself: nobody tells us when it ends."""
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with cuda.from_external(_Protocol((0, THEIRS))):
+        taken = _take(producer)
+    del taken
+    lifetimes.release_finished()
+    assert (producer.deleted, cuda.log) == (0, [])
+    with cuda.from_external(_Protocol((0, THEIRS))):
+        _take(describe(_array(2)))
+        assert producer.deleted == 1
+    cuda.destroy(THEIRS)
+
+
+def test_blocks_that_nobody_asks_about_leave_no_events(cuda: FakeCuda) -> None:
+    recorder = CudaRecorder(THEIRS)
+    for _ in range(3):
+        with use_stream(THEIRS), recorder.active():
+            pass
+    with use_stream(cuda.stream(OURS)):
+        taken = _take(Producer(_array(2), device=(CUDA, 0)))
+    assert cuda.log == []
+    del taken
+
+
+def test_a_block_that_ends_in_a_capture_leaves_no_event(cuda: FakeCuda) -> None:
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with use_stream(THEIRS):
+        taken = _take(producer)
+    with use_stream(THEIRS):
+        cuda.capturing = {THEIRS}
+    del taken
+    assert producer.deleted == 0, "the block before says nothing of this one's work"
+    cuda.capturing = set()
+    with use_stream(THEIRS):
+        lifetimes.release_finished()
+    assert producer.deleted == 1
+    cuda.destroy(THEIRS)
+
+
+def test_steps_buffers_outlive_a_stream_that_was_lent(cuda: FakeCuda) -> None:
+    """Taken in one block, used in eager steps, let go when the host has torn down everything."""
+    recorder, fence = CudaRecorder(THEIRS), CudaFence(THEIRS)
+    producer = Producer(_array(2), device=(CUDA, 0))
+    with recorder.active():
+        kept = [_take(producer)]
+    with recorder.active():
+        fence.submit()
+    cuda.stream(THEIRS).busy = True
+    cuda.destroy(THEIRS)
+    fence.wait(1)
+    assert fence.finished() == 1
+    del recorder, fence
+    kept.clear()
+    assert producer.deleted == 1
+
+
+def test_an_export_outlives_the_stream_that_it_was_made_on(cuda: FakeCuda) -> None:
+    array = _array(2)
+    with use_stream(THEIRS):
+        view = ArrayView.of(own(array))
+        assert stream_handle("stream", view.stream) == THEIRS
+        view.__dlpack__(stream=THEIRS)
+        assert cuda.log == [], "the same stream"
+        view.__dlpack__(stream=OURS)
+        assert cuda.log == [("record", THEIRS), ("wait", OURS, THEIRS)]
+        cuda.log.clear()
+    cuda.destroy(THEIRS)
+    view.__dlpack__(stream=OURS)
+    assert cuda.log == [("record", THEIRS), ("wait", OURS, THEIRS)], "recorded when the block ended"
+    cuda.capturing = {OURS}
+    with pytest.raises(GraphError, match="the view is written on another stream"):
+        view.__dlpack__(stream=OURS)
+
+
+def test_a_fence_is_asked_while_another_thread_captures(cuda: FakeCuda) -> None:
+    fence = CudaFence(cuda.stream(OURS), depth=2)
+    cuda.elsewhere, cuda.stream(OURS).busy = True, True
+    for _ in range(3):  # the last one waits for the first
+        fence.submit()
+    cuda.stream(OURS).busy = True
+    assert fence.finished() < 3
+    fence.wait(3)
+    assert fence.finished() == 3
+    assert cuda.wrong == []
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -447,7 +600,7 @@ class _Torch:
 )
 def test_streams_of_every_form(stream: Any, handle: int, cuda: FakeCuda) -> None:
     assert stream_handle("stream", stream) == handle
-    assert as_stream("stream", stream) is cuda.stream(handle)
+    assert as_stream("stream", stream) == cuda.stream(handle)
 
 
 def test_default_streams_by_number(cuda: FakeCuda) -> None:
@@ -505,7 +658,7 @@ def test_steps_take_streams_of_every_form_and_keep_them(made: Any, cuda: FakeCud
     gone = weakref.ref(stream)
     user = made(stream)
     held = user.stream if made is CudaRecorder else user._stream
-    assert held is cuda.stream(THEIRS)
+    assert held == cuda.stream(THEIRS)
     stream = None
     gc.collect()
     assert gone() is not None, "its library would destroy it"
@@ -548,9 +701,26 @@ def test_the_first_argument_decides_where_all_have_to_be(cuda: FakeCuda) -> None
         ops.route(describe(ids), Producer(slots), **case.sizes)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="token_to_slot is a host array; a device array"):
         ops.route(describe(ids), slots, **case.sizes)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"token_to_slot is a Interface in device memory"):
-        ops.route(ids, describe(slots), **case.sizes)  # type: ignore[arg-type]
     assert not [entry for entry in cuda.log if entry[0] == "launch"]
+
+
+def test_the_one_in_host_memory_is_named_where_others_are_on_a_device(cuda: FakeCuda) -> None:
+    case = random_case(1, 20, 2, 4, 3)
+    ids, slots = case.topk_ids, case.token_to_slot
+    host = reference.route(ids, slots, **case.sizes)  # type: ignore[arg-type]
+    x, routing = _array(20, 8), fake(host)
+    for first in (x, ArrayView(x.ctypes.data, (20, 8), "f2", "cpu"), Producer(x)):
+        with pytest.raises(
+            ArgumentError,
+            match=r"^x is in host memory, but routing.row_to_pair is on a device; copy x to the de",
+        ):
+            ops.permute_rows(first, routing)
+    for there in (own(slots), describe(slots), Producer(slots, device=(CUDA, 0))):
+        with pytest.raises(ArgumentError, match="topk_ids is in host memory, but token_to_slot is"):
+            ops.route(topk_ids=ids, token_to_slot=there, **case.sizes)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^x has shape"):
+        ops.permute_rows(x[0], host)
+    assert cuda.log == []
 
 
 def test_bundles_of_foreign_arrays_are_taken_apart_and_come_back_as_given(cuda: FakeCuda) -> None:

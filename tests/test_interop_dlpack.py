@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_util import jax_on
 from dlpack_producer import Producer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -373,19 +374,19 @@ def test_pytorch_on_the_host() -> None:
 
 
 def test_jax_on_the_host() -> None:
-    jax = pytest.importorskip("jax", reason="needs JAX")
-    if jax.default_backend() != "cpu":
-        pytest.skip("JAX works on a device here")
-    x = jax.numpy.ones((4, 64), BFLOAT16) * 3
-    seen = borrow("x", x, on_device=False)
-    assert (seen.dtype, seen.ctypes.data) == (BFLOAT16, x.unsafe_buffer_pointer())
-    expected = _activation(seen)
-    assert _activation(x).tobytes() == expected.tobytes()
-    back = jax.dlpack.from_dlpack(ArrayView.of(expected))
-    assert back.dtype == BFLOAT16
-    assert np.asarray(back).tobytes() == expected.tobytes()
-    with pytest.raises(ArgumentError, match=r"out is an array of jax.*, which may not be written"):
-        _activation(x, out=jax.numpy.zeros((4, 32), BFLOAT16))
+    with jax_on("cpu") as jax:
+        x = jax.numpy.ones((4, 64), BFLOAT16) * 3
+        seen = borrow("x", x, on_device=False)
+        assert (seen.dtype, seen.ctypes.data) == (BFLOAT16, x.unsafe_buffer_pointer())
+        expected = _activation(seen)
+        assert _activation(x).tobytes() == expected.tobytes()
+        back = jax.dlpack.from_dlpack(ArrayView.of(expected))
+        assert back.dtype == BFLOAT16
+        assert np.asarray(back).tobytes() == expected.tobytes()
+        with pytest.raises(
+            ArgumentError, match=r"out is an array of jax.*, which may not be written"
+        ):
+            _activation(x, out=jax.numpy.zeros((4, 32), BFLOAT16))
 
 
 # --- producers that lie ---------------------------------------------------------------------------

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_fence import ManualFence
 
-from cupylora.adapters.leases import Reservation, SlotLeases
+from cupylora.adapters.leases import Reservation, SlotLeases, slot_set
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.graphs.fence import DirectFence, StepFence
 
@@ -26,14 +25,13 @@ def leases(*names: str, slots: int = 3, fence: StepFence | None = None) -> SlotL
 
 def load(made: SlotLeases, name: str, keep: tuple[str, ...] = ()) -> int:
     place = made.reserve(name, keep)
-    made.wait(place.slot)
+    made.fence.wait(made.last_step(place.slot))
     made.publish(place, name)
     return place.slot
 
 
 def step(made: SlotLeases, *slots: int) -> int:
-    used = np.zeros(made.max_loras, np.bool_)
-    used[list(slots)] = True
+    used = slot_set(slots)
     made.require_serving(used)
     number = made.fence.submit()
     made.use(used, number)
@@ -162,7 +160,7 @@ class Lives(RuleBasedStateMachine):
         assert place.displaced not in keep | {name}
         if place.displaced is not None:
             assert self.served.pop(place.displaced) == place.slot
-        self.made.wait(place.slot)
+        self.made.fence.wait(self.made.last_step(place.slot))
         assert self.read.get(place.slot, 0) <= self.fence.over
         self.writing[place.slot] = place, name
 

@@ -3,6 +3,7 @@ enqueued, and never another tenant's weights."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from typing import Any
@@ -213,6 +214,31 @@ def late(made: Harness) -> ManualFence:
     return fence
 
 
+class _Copies(contextlib.nullcontext):
+    """A copy stream of the runtime's own, which counts what is waited for on the host."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def record(self) -> _Copies:
+        return self
+
+
+def test_a_runtime_ends_without_the_stream_that_its_host_took_back() -> None:
+    made = harness(open_backend("numpy"), "a0")
+    runtime = made.runtime
+    made.run(batch(made, "a0"))
+    runtime.recorder.stream = None  # what is asked of it from here on fails
+    runtime.recorder.active = None  # type: ignore[assignment, method-assign]
+    runtime.synchronize()
+    runtime.close()
+    runtime._copies = copies = _Copies()
+    runtime.load("a1", adapter(1))
+    assert copies.waits > 1, "nothing orders steps behind the copies but the host"
+
+
 def test_a_load_between_lookup_and_step_is_noticed(backend: ArrayBackend) -> None:
     made = harness(backend, "a0", "a1", max_loras=2)
     made.run(batch(made, "a1"))
@@ -290,9 +316,10 @@ def test_a_load_interrupted_before_that_changes_nothing(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(made.runtime.leases, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made.runtime.load("b", adapter(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(made.runtime._fence, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.runtime.load("b", adapter(6))
     assert made.runtime.loaded == {"a0": 0, "a1": 1}
     assert made.runtime.table.arena.used_bytes == used
     for got, want in zip(made.run(batch(made, "a0", "a1")), expected, strict=True):

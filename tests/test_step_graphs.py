@@ -231,6 +231,61 @@ def test_the_first_capture_fails_and_buffers_may_still_be_added() -> None:
     assert graphs.step(np.zeros(3, np.int32)).key is None
 
 
+class Calling(DirectRecorder):
+    """Calls the work, as a capture does. recording: whether it is being called so."""
+
+    calls_work = True
+
+    def __init__(self) -> None:
+        self.recording = False
+
+    def record(self, work: Callable[[], object], what: str) -> Recording:
+        self.recording = True
+        try:
+            work()
+        finally:
+            self.recording = False
+        return super().record(work, what)
+
+
+@pytest.mark.parametrize("lacking", [(), (0,)], ids=["all shared", "case 0 needs its own"])
+def test_keys_of_one_size_share_an_eager_call_where_that_will_do(lacking: tuple[int, ...]) -> None:
+    recorder, prepared, calls = Calling(), set(), []
+
+    def function(step: Step) -> None:
+        calls.append((step.num_tokens, step.active, recorder.recording))
+        key = step.num_tokens, step.active in lacking
+        if recorder.recording and key not in prepared:
+            raise GraphError("a module is not loaded")
+        prepared.add(key)
+
+    graphs = budgeted(recorder)
+    graphs._function = function
+    assert [graph.key.num_active_loras for graph in graphs.capture()] == [3, 0] * 4
+    eager = [call[:2] for call in calls if not call[2]]
+    wanted = [(n, 3) for n in (16, 8, 2, 1)]
+    assert sorted(eager) == sorted([*wanted, *((n, 0) for n, _ in wanted if lacking)])
+    graphs.release()
+    calls.clear()
+    graphs.capture([BatchKey(8)])
+    assert calls == [(8, 0, False), (8, 0, True)]
+
+
+def test_what_cannot_be_recorded_after_an_eager_call_either_is_raised() -> None:
+    class Refusing(Calling):
+        def record(self, work: Callable[[], object], what: str) -> Recording:
+            made = super().record(work, what)
+            if "num_active_loras=0" in what:
+                raise GraphError(f"capture of {what} failed")
+            return made
+
+    graphs = budgeted(Refusing())
+    with pytest.raises(GraphError, match=r"capture of BatchKey\(num_tokens=16.*=0\) failed"):
+        graphs.capture()
+    assert [graph.key for graph in graphs.graphs] == [BatchKey(16, num_active_loras=3)]
+    assert graphs.step(np.zeros(9, np.int32)).key == BatchKey(16, num_active_loras=3)
+
+
 def test_a_key_of_requests_is_captured_and_served(backend: ArrayBackend) -> None:
     made = harness(backend, OPTIONS["specialised"])
     decode = BatchKey(8, num_reqs=8, uniform=True, num_active_loras=2)

@@ -173,8 +173,8 @@ def installed(form: Form) -> Iterator[None]:
 
 
 def _forget_shapes() -> None:
-    _lora_fused._cluster_shape.cache_clear()
-    _lora_fused._ring_shape.cache_clear()
+    _lora_fused._settings.cache_clear()
+    _lora_choice.choose.cache_clear()
 
 
 def _renaming(call: Any, form: Form) -> Any:

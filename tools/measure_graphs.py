@@ -10,6 +10,7 @@ one adapter in graphs captured for 1 adapter and for most, in runtimes of 1, 16 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -117,6 +118,9 @@ def host_rows(backend: ArrayBackend) -> list[Row]:
         slots = rng.integers(-1, 16, tokens).astype(np.int32)
         call = partial(runtime.step, slots)
         rows.append((f"step, {tokens} tokens", *timed(call, runtime)))
+    batches = itertools.cycle([rng.integers(-1, 16, 512).astype(np.int32) for _ in range(7)])
+    others = timed(lambda: runtime.step(next(batches)), runtime)
+    rows.append(("step, 512 tokens, another batch each time", *others))
     slots = rng.integers(-1, 16, 512).astype(np.int32)
     lengths = np.ones(512, np.int32)
     call = partial(runtime.step_requests, slots, lengths)

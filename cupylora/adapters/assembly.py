@@ -24,11 +24,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from cupylora.adapters.dtypes import FACTOR_DTYPES
-from cupylora.adapters.names import Factor, Foreign, Key, Place, in_model, misplaced, place
+from cupylora.adapters.names import Factor, Foreign, Key, ModelPlaces, Place, place
 from cupylora.adapters.peft_config import PeftConfig
 from cupylora.adapters.safetensors_file import TensorInfo
 from cupylora.adapters.stacked import StackedLayouts
@@ -81,8 +81,9 @@ def tensors_by_place(tensors: Mapping[str, TensorInfo], model: ModelShape | None
     """Look every name up; without a ``model``, any layer, module and expert exists."""
     by_key: dict[Key, dict[Factor, tuple[str, Place]]] = defaultdict(dict)
     lost: list[tuple[str, str]] = []
+    places = None if model is None else ModelPlaces(model)
     for name in sorted(name for name, info in tensors.items() if info.nbytes):
-        found = _find(name, tensors[name], model)
+        found = _find(name, tensors[name], places)
         if isinstance(found, str):
             lost.append((name, found))
         elif found.factor in by_key[found.key]:
@@ -93,7 +94,7 @@ def tensors_by_place(tensors: Mapping[str, TensorInfo], model: ModelShape | None
     return Placed(by_key, tuple(lost), empty, len(tensors))
 
 
-def _find(name: str, info: TensorInfo, model: ModelShape | None) -> Place | str:
+def _find(name: str, info: TensorInfo, places: ModelPlaces | None) -> Place | str:
     """The place of a tensor, or why it has none."""
     found = place(name)
     if isinstance(found, str):
@@ -103,10 +104,12 @@ def _find(name: str, info: TensorInfo, model: ModelShape | None) -> Place | str:
             return f"an alpha of shape {list(info.shape)}, not one number"
     elif info.dtype not in FACTOR_DTYPES:
         return f"a factor of dtype {info.dtype}"
-    if model is None:
+    if places is None:
         return found
-    found = replace(found, key=in_model(found.key, model))
-    return misplaced(found.key, model) or found
+    key = places.find(found.key)
+    if isinstance(key, Foreign):
+        return key
+    return found if key is found.key else found._replace(key=key)
 
 
 def check_placed(

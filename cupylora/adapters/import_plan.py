@@ -207,7 +207,12 @@ class _Planner:
 
     def _in_file_order(self, layout: AdapterLayout) -> ImportPlan:
         """Tensors cut into pieces, sorted by where their bytes lie."""
-        templates = np.array(self._templates, FACTOR_PIECE)
+        # A thousand at a time: one call for all would keep other threads waiting for long.
+        made = (
+            np.array(self._templates[at : at + 1024], FACTOR_PIECE)
+            for at in range(0, len(self._templates), 1024)
+        )
+        templates = np.concatenate([np.empty(0, FACTOR_PIECE), *made])
         places = np.array(self._places, np.int64).reshape(-1, 4)
         order = np.lexsort((places[:, 1], places[:, 0]))
         templates, places = templates[order], places[order]

@@ -11,18 +11,35 @@ named or not. So a name can move to another slot, or go, while steps that read t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from cupylora.checks import check_max_loras
 from cupylora.errors import ArgumentError, CapacityError
 from cupylora.graphs.fence import StepFence
 from cupylora.text import counted, listed, shown
 
-__all__ = ["Reservation", "SlotLeases"]
+__all__ = ["Reservation", "SlotLeases", "SlotSet", "slot_set", "slots_in"]
+
+SlotSet = int
+"""Slots as a number whose byte n is 1 where slot n is in: as an array of booleans lies in memory,
+but compared and hashed in a fraction of its time."""
+
+_MOST_USES = 64
+"""Distinct sets of slots whose last steps are kept before they become each slot's own."""
+
+
+def slot_set(slots: Iterable[int]) -> SlotSet:
+    """The set of ``slots``."""
+    return sum(1 << 8 * slot for slot in set(slots))
+
+
+def slots_in(used: SlotSet) -> list[int]:
+    """The slots of a set, rising."""
+    size = (used.bit_length() + 7) // 8
+    return [slot for slot, is_in in enumerate(used.to_bytes(size, "little")) if is_in]
 
 
 @dataclass(frozen=True)
@@ -41,10 +58,11 @@ class SlotLeases:
         self.fence = fence
         self.serving = np.zeros(max_loras, np.bool_)
         """Which slots are named."""
-        self._vacant = ~self.serving
+        self._vacant = slot_set(range(max_loras))
         self._names: list[str | None] = [None] * max_loras
         self._slot_of: dict[str, int] = {}
-        self._last_step = np.zeros(max_loras, np.int64)
+        self._last_steps = [0] * max_loras
+        self._uses: dict[SlotSet, int] = {}
         self._named_at = [(0, 0)] * max_loras
         self._loads = 0
         self._reserved: set[int] = set()
@@ -67,17 +85,19 @@ class SlotLeases:
             raise ArgumentError(f"adapter {name!r} is not loaded; loaded are: {loaded}")
         return slot
 
-    def use(self, used: npt.NDArray[np.bool_], step: int) -> None:
-        """``step`` reads the slots where ``used`` [max_loras] is set."""
-        self._last_step[used] = step
+    def use(self, used: SlotSet, step: int) -> None:
+        """``step``, later than all before, reads the slots in ``used``."""
+        self._uses[used] = step
+        if len(self._uses) > _MOST_USES:
+            self._note_uses()
 
-    def require_serving(self, used: npt.NDArray[np.bool_]) -> None:
-        """Raise ArgumentError if a slot where ``used`` is set has no adapter."""
-        if used.dot(self._vacant):  # of booleans: whether any place is set in both
-            slots = np.flatnonzero(used & self._vacant).tolist()
+    def require_serving(self, used: SlotSet) -> None:
+        """Raise ArgumentError if a slot in ``used`` has no adapter."""
+        vacant = used & self._vacant
+        if vacant:
             raise ArgumentError(
-                f"no adapter serves from slot {', '.join(map(str, slots))}; load one first, or use "
-                "-1 for rows of no adapter"
+                f"no adapter serves from slot {', '.join(map(str, slots_in(vacant)))}; load one "
+                "first, or use -1 for rows of no adapter"
             )
 
     def pin(self, name: str, pinned: bool = True) -> None:
@@ -93,7 +113,7 @@ class SlotLeases:
             for slot in range(self.max_loras)
             if self._names[slot] is None
             and slot not in self._reserved
-            and self._last_step[slot] <= over
+            and self.last_step(slot) <= over
         )
 
     def reserve(self, name: str, keep: Collection[str] = ()) -> Reservation:
@@ -121,7 +141,7 @@ class SlotLeases:
             open_slots,
             key=lambda slot: (
                 self.serving[slot],
-                self._last_step[slot] > over,
+                self.last_step(slot) > over,
                 self._recency(slot),
             ),
         )
@@ -141,9 +161,11 @@ class SlotLeases:
         ]
         return min(found)[1] if found else None
 
-    def wait(self, slot: int) -> None:
-        """Until no step reads ``slot``."""
-        self.fence.wait(int(self._last_step[slot]))
+    def last_step(self, slot: int) -> int:
+        """The last step that reads ``slot``, which may be written once that is over."""
+        if self._uses:
+            self._note_uses()
+        return self._last_steps[slot]
 
     def adopt(self, slot: int, name: str) -> None:
         """``name`` serves from a free slot that holds it already. Raises ArgumentError if it serves
@@ -176,9 +198,9 @@ class SlotLeases:
         """Last steps of slots that nobody serves from, where they are not over."""
         over = self.fence.finished()
         return tuple(
-            int(self._last_step[slot])
+            self.last_step(slot)
             for slot in range(self.max_loras)
-            if self._names[slot] is None and self._last_step[slot] > over
+            if self._names[slot] is None and self.last_step(slot) > over
         )
 
     def give_back(self, reservation: Reservation) -> None:
@@ -204,18 +226,26 @@ class SlotLeases:
                 f"{counted(self.max_loras, 'slot')}: {', '.join(map(shown, distinct))}"
             )
 
+    def _note_uses(self) -> None:
+        for used, step in self._uses.items():
+            for slot in slots_in(used):
+                self._last_steps[slot] = max(self._last_steps[slot], step)
+        self._uses.clear()
+
     def _recency(self, slot: int) -> tuple[int, int, int]:
         """Orders slots by the last step that read them; one loaded since counts as newer."""
         steps, loads = self._named_at[slot]
-        last = int(self._last_step[slot])
+        last = self.last_step(slot)
         return (last, 0, 0) if last > steps else (steps, 1, loads)
 
     def _name(self, slot: int, name: str) -> None:
         self._names[slot] = name
         self._slot_of[name] = slot
-        self.serving[slot], self._vacant[slot] = True, False
+        self.serving[slot] = True
+        self._vacant &= ~slot_set((slot,))
 
     def _forget(self, name: str) -> None:
         slot = self._slot_of.pop(name)
         self._names[slot] = None
-        self.serving[slot], self._vacant[slot] = False, True
+        self.serving[slot] = False
+        self._vacant |= slot_set((slot,))

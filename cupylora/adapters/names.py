@@ -14,11 +14,10 @@ modeling_*.py``), wrapped by peft 0.17 to 0.21 (``tuners/lora/layer.py``); Kohya
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from cupylora.shapes import ModelShape, ModuleShape, MoeShape
+from cupylora.shapes import ModelShape, MoeShape
 from cupylora.text import counted, shown
 
 __all__ = [
@@ -26,10 +25,9 @@ __all__ = [
     "Foreign",
     "Form",
     "Key",
+    "ModelPlaces",
     "Place",
     "first_name",
-    "in_model",
-    "misplaced",
     "place",
 ]
 
@@ -119,6 +117,9 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(_NO_FACTOR), "full weights (modules_to_save)"),
 )
 
+_NUMBERED = re.compile(rf"(?<=[._])({_NUMBER})(?=[._])")
+"""A number of a layer or an expert, or of anything else that is counted in a name."""
+
 _LONGEST_NAME = 256
 """Characters of a tensor's name: far more than any has, and little for the expressions here."""
 
@@ -133,8 +134,7 @@ class Key(NamedTuple):
     inner: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a tensor belongs. ``key.module`` is None for peft's unnamed stacked parameters, of
     which ``key.inner`` is the one below another; ``path`` is the module's path within the model, as
     rank_pattern and alpha_pattern know it; ``kohya``: the tensor is named in Kohya's way."""
@@ -155,6 +155,62 @@ def place(name: str) -> Place | str:
     """The place that a tensor's ``name`` says, or why it says none."""
     if len(name) > _LONGEST_NAME:
         return f"a name of {len(name)} characters"
+    pieces = _NUMBERED.split(name)
+    form = _form_of("0".join(pieces[::2]))
+    return form if isinstance(form, str) else _in_form(form, name, pieces[1::2]) or _look_up(name)
+
+
+class _NameForm(NamedTuple):
+    """What names have in common that differ in the numbers of layer and expert only.
+
+    place: of the one with zeros. begin, end: of "layer.path" in it, counted from either side;
+    layer, expert: which of the numbers they are; None: it has none. before: what its path begins
+    with.
+    """
+
+    place: Place
+    begin: int
+    end: int
+    layer: int
+    expert: int | None
+    before: str
+
+
+@lru_cache(1024)
+def _form_of(name: str) -> _NameForm | str:
+    """The form of names of which this is the one with zeros, or why they have no place: a file has
+    thousands of names, of a few forms."""
+    found = _look_up(name)
+    if isinstance(found, str):
+        return found
+    match = next(filter(None, (naming.tensor.fullmatch(name) for naming in _NAMINGS)))
+    begin, end = match.start("layer"), match.end("path")
+    numbers = [at.start() for at in _NUMBERED.finditer(name)]
+    layer = numbers.index(begin)
+    others = [number for number in range(len(numbers)) if number != layer]
+    before = found.path[: found.path.index("layers.")]
+    return _NameForm(
+        found, begin, len(name) - end, layer, others[0] if len(others) == 1 else None, before
+    )
+
+
+def _in_form(form: _NameForm, name: str, numbers: list[str]) -> Place | None:
+    """The place of a name of this form, its numbers being these; None: it takes a closer look."""
+    layer, key = numbers[form.layer], form.place.key
+    if len(numbers) != 1 and (form.expert is None or key.form != "expert"):
+        return None  # a number that is part of a module's name
+    expert = 0 if form.expert is None else int(numbers[form.expert])
+    path = name[form.begin + len(layer) + 1 : len(name) - form.end]
+    return Place(
+        key._replace(layer=int(layer), expert=expert),
+        form.place.factor,
+        f"{form.before}layers.{layer}.{path}",
+        form.place.kohya,
+    )
+
+
+def _look_up(name: str) -> Place | str:
+    """``place`` by the tables."""
     for pattern, refusal in _REFUSED:
         if pattern.search(name):
             return refusal
@@ -191,35 +247,31 @@ def first_name(moe: MoeShape) -> str:
     return "gate_up_proj" if moe.gated else "up_proj"
 
 
-@lru_cache(8)
-def _modules_of(model: ModelShape) -> tuple[dict[str, ModuleShape], frozenset[str]]:
-    """Its dense modules by name, and the names of what is adapted in its experts."""
-    dense = {m.name: m for group in model.dense_groups for m in group}
-    if model.moe is None:
-        return dense, frozenset()
-    return dense, frozenset({m.name for m in model.moe.modules} | {first_name(model.moe)})
+class ModelPlaces:
+    """The places that ``model`` has."""
 
+    def __init__(self, model: ModelShape) -> None:
+        self._model, self._moe = model, model.moe
+        self._dense = {m.name: m for group in model.dense_groups for m in group}
+        self._routed = set[str | None]()
+        if model.moe is not None:
+            self._routed |= {m.name for m in model.moe.modules} | {first_name(model.moe)}
 
-def in_model(key: Key, model: ModelShape) -> Key:
-    """``key`` with its module named as ``model`` names it: an MLP beside experts has names of its
-    own."""
-    if key.form != "mlp" or model.moe is None:
-        return key
-    return key._replace(module=f"dense_{key.module}")
-
-
-def misplaced(key: Key, model: ModelShape) -> Foreign | None:
-    """Why ``model`` has no such place, ``key`` being ``in_model``; None if it has."""
-    if key.layer >= model.layers:
-        return Foreign(f"model {shown(model.name)} has {counted(model.layers, 'layer')}")
-    dense, routed = _modules_of(model)
-    if key.form in ("expert", "group"):
-        known = model.moe is not None and key.expert < model.moe.experts
-        known = known and (key.module in routed or (key.module is None and key.form == "group"))
-        here = key.layer not in model.dense_layers
-    else:
-        module = dense.get(str(key.module))
-        known, here = module is not None, module is not None and module.is_in(key.layer)
-    if known and not here:
-        return Foreign(f"no module of layer {key.layer} of model {shown(model.name)}")
-    return None if known else Foreign(f"no module of model {shown(model.name)}")
+    def find(self, key: Key) -> Key | Foreign:
+        """``key`` with its module named as the model names it (an MLP beside experts has names of
+        its own), or why the model has no such place."""
+        model = self._model
+        if key.form == "mlp" and self._moe is not None:
+            key = key._replace(module=f"dense_{key.module}")
+        if key.layer >= model.layers:
+            return Foreign(f"model {shown(model.name)} has {counted(model.layers, 'layer')}")
+        if key.form in ("expert", "group"):
+            known = self._moe is not None and key.expert < self._moe.experts
+            named = key.module in self._routed or (key.module is None and key.form == "group")
+            known, here = known and named, key.layer not in model.dense_layers
+        else:
+            module = self._dense.get(str(key.module))
+            known, here = module is not None, module is not None and module.is_in(key.layer)
+        if known and not here:
+            return Foreign(f"no module of layer {key.layer} of model {shown(model.name)}")
+        return key if known else Foreign(f"no module of model {shown(model.name)}")

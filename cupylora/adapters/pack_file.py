@@ -43,6 +43,7 @@ from cupylora.checks import check_type
 from cupylora.dtypes import DTYPES, dtype_name, resolve_dtype
 from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
 from cupylora.files import fill_from, is_there, named, open_regular, parse_json, reason
+from cupylora.host_memory import HostMemory
 from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape
 from cupylora.text import byte_size, quoted, shown
 from cupylora.worklists import PACKED, SLOT_ENTRY, SLOT_ENTRY_BYTES
@@ -83,7 +84,7 @@ class Pack:
         """Each adapter as ``pack_adapter`` gives it, for ``SlotTable.store``."""
         ends = np.cumsum([layout.nbytes for layout in self.layouts])
         parts = np.split(self.blocks, ends[:-1])
-        return tuple(map(PackedAdapter, self.layouts, parts))
+        return tuple(map(PackedAdapter, self.layouts, map(HostMemory.of, parts)))
 
     def is_finite(self) -> bool:
         """Whether no value of any adapter is an infinity or NaN."""

@@ -19,6 +19,7 @@ from cupylora.adapters.dtypes import not_finite
 from cupylora.adapters.factors import Adapter
 from cupylora.adapters.packing import pack_a
 from cupylora.errors import AdapterFormatError
+from cupylora.host_memory import HostBytes, HostMemory
 from cupylora.shapes import MAX_RANK, LoraLimits, ModelShape
 from cupylora.size_class import size_class
 from cupylora.worklists import PACKED, SLOT_ENTRY
@@ -40,8 +41,6 @@ __all__ = [
 
 BLOCK_ALIGNMENT = 256
 """Bytes: every block starts at a multiple of it, and no block is smaller."""
-
-HostBytes = npt.NDArray[np.uint8]
 
 
 def block_bytes(size: int) -> int:
@@ -73,6 +72,14 @@ class AdapterLayout:
     def nbytes(self) -> int:
         """Of all blocks: what the arena gives."""
         return sum(self.sizes)
+
+    def same_blocks(self, other: AdapterLayout) -> bool:
+        """Whether both have the same blocks and rows, whatever they are called."""
+        return (self.dtype, self.a_layout, self.sizes) == (
+            other.dtype,
+            other.a_layout,
+            other.sizes,
+        ) and self.records.tobytes() == other.records.tobytes()
 
 
 Modules = tuple[tuple[str, int, int, int], ...]
@@ -110,28 +117,23 @@ def misfit(layout: AdapterLayout, modules: Modules) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class PackedAdapter:
-    """An adapter in one piece of host memory.
+    """An adapter in host memory.
 
-    buffer: uint8 on the host, the blocks of ``layout`` one after the other, each filled up with
-    zeros to its size class.
+    buffer: the blocks of ``layout`` one after the other, each filled up with zeros to its size
+    class.
     """
 
     layout: AdapterLayout
-    buffer: HostBytes
+    buffer: HostMemory
 
     @property
     def nbytes(self) -> int:
         """Of the buffer, and of the arena once it is stored."""
-        return int(self.buffer.nbytes)
+        return self.buffer.nbytes
 
     def same_content(self, other: PackedAdapter) -> bool:
         """Whether both give the same bytes to the device, whatever they are called."""
-        one, two = self.layout, other.layout
-        return (
-            (one.dtype, one.a_layout, one.sizes) == (two.dtype, two.a_layout, two.sizes)
-            and one.records.tobytes() == two.records.tobytes()
-            and np.array_equal(self.buffer, other.buffer)
-        )
+        return self.layout.same_blocks(other.layout) and self.buffer.equals(other.buffer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +212,7 @@ def pack_adapter(
     limits: LoraLimits,
     dtype: np.dtype[Any],
     a_layout: int,
-    allocate: Callable[[int], HostBytes],
+    allocate: Callable[[int], HostMemory] = HostMemory.new,
 ) -> PackedAdapter:
     """Pack ``adapter`` for a table of these; ``allocate`` gives host memory of so many bytes.
 
@@ -222,8 +224,8 @@ def pack_adapter(
     at = 0
     for block, size in zip(blocks, layout.sizes, strict=True):
         data = block.values(dtype, a_layout)
-        buffer[at : at + data.size] = data
-        buffer[at + data.size : at + size] = 0
+        buffer.write(at, data)
+        buffer.clear(at + data.size, size - data.size)
         at += size
     return PackedAdapter(layout, buffer)
 

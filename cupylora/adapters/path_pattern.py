@@ -111,6 +111,8 @@ class PatternTable:
 
     def first(self, paths: tuple[str, ...]) -> int | None:
         """The number of the first key that matches any of ``paths``, names of one module."""
+        if not self._count:
+            return None
         if self._groups is None:
             self._groups = _grouped(self._expressions, self._work)
         self._asked[paths] = None

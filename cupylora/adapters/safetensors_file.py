@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -63,8 +63,7 @@ INDEX_FILE = f"{SINGLE_FILE}.index.json"
 _PICKLES = ("adapter_model.bin", "pytorch_model.bin", "adapter_model.pt")
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What a header tells of a tensor: bytes from the start of the file's data, dtype and shape."""
 
     begin: int
@@ -280,37 +279,45 @@ def _header(path: Path, file: FileIO, size: int) -> tuple[dict[str, Any], int]:
 
 def _naturals(value: Any) -> list[int] | None:
     """``value`` if it is a list of whole numbers from 0 on."""
-    fits = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    fits = isinstance(value, list) and {*map(type, value)} <= {int} and min(value, default=0) >= 0
     return value if fits else None
 
 
 def _info(path: Path, name: str, entry: Any) -> TensorInfo:
     """Byte range, dtype and shape of one tensor, consistent among themselves."""
-    where = f"tensor {shown(name)}"
     fields = entry if isinstance(entry, dict) else {}
     shape, offsets = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise _broken(path, f"{where}: shape and data_offsets must be lists of whole numbers")
+        raise _broken(
+            path, f"{_tensor(name)}: shape and data_offsets must be lists of whole numbers"
+        )
     if len(shape) > _MAX_DIMENSIONS:
         raise _error(
-            path, f"{where} has {len(shape)} dimensions; factors have 2 or 3, so convert it"
+            path,
+            f"{_tensor(name)} has {len(shape)} dimensions; factors have 2 or 3, so convert it",
         )
-    known_dtypes = _SCALAR_DTYPES if math.prod(shape) == 1 else _DTYPES
+    elements = math.prod(shape)
+    known_dtypes = _SCALAR_DTYPES if elements == 1 else _DTYPES
     dtype = known_dtypes.get(str(fields.get("dtype")))
     if dtype is None:
         known = ", ".join(_DTYPES)
         raise _error(
-            path, f"{where} has dtype {quoted(fields.get('dtype'))}; convert it to {known}"
+            path, f"{_tensor(name)} has dtype {quoted(fields.get('dtype'))}; convert it to {known}"
         )
     begin, end = offsets
-    size = math.prod(shape) * dtype.itemsize
+    size = elements * dtype.itemsize
     if end - begin != size:
         raise _broken(
             path,
-            f"{where} of shape {quoted(shape)} needs {quoted(size)} bytes, not "
+            f"{_tensor(name)} of shape {quoted(shape)} needs {quoted(size)} bytes, not "
             f"[{quoted(begin)}, {quoted(end)})",
         )
     return TensorInfo(begin, end, dtype, tuple(shape))
+
+
+def _tensor(name: str) -> str:
+    """For messages."""
+    return f"tensor {shown(name)}"
 
 
 def _check_cover(path: Path, tensors: Iterable[tuple[str, TensorInfo]], size: int) -> None:
@@ -326,7 +333,7 @@ def _check_cover(path: Path, tensors: Iterable[tuple[str, TensorInfo]], size: in
 
 def _uncovered(name: str, span: TensorInfo, at: int, size: int) -> str:
     """Why a tensor cannot follow one that ends at ``at`` in ``size`` bytes of data."""
-    where, begin, end = f"tensor {shown(name)}", quoted(span.begin), quoted(span.end)
+    where, begin, end = _tensor(name), quoted(span.begin), quoted(span.end)
     if span.end > size:
         return f"{where} ends at byte {end} of {size}: the file is cut short"
     kind = "overlaps" if span.begin < at else "leaves a gap after"

@@ -1,10 +1,9 @@
-"""Where adapters live: one arena of bytes, and the table that kernels look a slot up in.
+"""Where adapters live: blocks in an arena, and the table that kernels look a slot up in.
 
 ``SlotTable.load`` takes an :class:`Adapter` (row-major), writes each distinct factor as one
 block into the :class:`Arena` (A packed, or row-major where its readers need that; B row-major) and
 then the slot's entries. The ops read ``entries_of``. The same code serves NumPy and CuPy: ``xp`` is
-the array module, and only ``_put`` knows how bytes reach its arrays (on CuPy's current stream,
-blocks before entries).
+the array module; with CuPy, work goes to the current stream, blocks before entries.
 
 Invariants: entries of a slot point at complete blocks of its own adapter or are zero (rank 0, null
 pointers); a block's every byte is written, the padding up to its size class with zeros, so no
@@ -14,9 +13,8 @@ entries, and gives back what it took.
 
 from __future__ import annotations
 
-import math
+import threading
 import weakref
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupylora.adapters.arena import Arena, Array, Blocks, new_bytes, put_column
 from cupylora.adapters.device_factors import (
     FactorArrays,
     borrow_factors,
@@ -45,7 +44,8 @@ from cupylora.adapters.packed import (
 )
 from cupylora.checks import check_choice, check_int, check_type
 from cupylora.dtypes import resolve_dtype
-from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError, RoomError
+from cupylora.errors import AdapterFormatError, ArgumentError, CapacityError
+from cupylora.host_memory import HostMemory
 from cupylora.shapes import LoraLimits, ModelShape
 from cupylora.text import counted, shown
 from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
@@ -53,166 +53,13 @@ from cupylora.worklists import PACKED, ROW_MAJOR, SLOT_ENTRY, SLOT_ENTRY_BYTES
 __all__ = [
     "BLOCK_ALIGNMENT",
     "Arena",
+    "BlockReader",
     "SlotInfo",
     "SlotTable",
     "StoredAdapter",
     "adapter_bytes",
     "block_bytes",
 ]
-
-Array = Any
-"""An array of the table's ``xp``."""
-
-
-class Arena:
-    """One buffer of ``capacity_bytes``, given out in blocks of size classes.
-
-    ``buffer`` is uint8 of the array module ``xp``, its start a multiple of 256; what it holds at
-    first is undefined. Free neighbours merge; a request takes the smallest gap that holds it.
-    Raises ArgumentError for less than one block, CapacityError where there is no memory for it.
-    """
-
-    def __init__(self, capacity_bytes: int, xp: Any = np) -> None:
-        capacity_bytes = check_int("capacity_bytes", capacity_bytes, BLOCK_ALIGNMENT)
-        self.capacity = capacity_bytes // BLOCK_ALIGNMENT * BLOCK_ALIGNMENT
-        self.xp = xp
-        shape = (self.capacity + BLOCK_ALIGNMENT,)
-        buffer = _new(xp.empty, shape, "an arena", "use a smaller capacity_bytes")
-        skip = -_address(buffer) % BLOCK_ALIGNMENT
-        self.buffer: Array = buffer[skip : skip + self.capacity]
-        self.address = _address(self.buffer)
-        self._gaps: list[tuple[int, int]] = [(0, self.capacity)]
-        self._blocks: dict[int, int] = {}
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in blocks given out, size classes included."""
-        return sum(self._blocks.values())
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes not given out, in however many gaps."""
-        return self.capacity - self.used_bytes
-
-    def alloc(self, size: int) -> int:
-        """Offset of a new block for ``size`` bytes; its content is undefined until written.
-
-        Raises RoomError, with the bytes needed and free, if no gap holds it.
-        """
-        need = block_bytes(check_int("size", size, 1))
-        fitting = [gap for gap in self._gaps if gap[1] >= need]
-        if not fitting:
-            largest = max((length for _, length in self._gaps), default=0)
-            raise RoomError(
-                f"arena of {self.capacity} bytes: {need} bytes needed, {self.free_bytes} free "
-                f"(largest gap {largest}); unload or evict an adapter, or make the arena larger"
-            )
-        offset, length = min(fitting, key=lambda gap: (gap[1], gap[0]))
-        at = self._gaps.index((offset, length))
-        self._gaps[at : at + 1] = [(offset + need, length - need)] if length > need else []
-        self._blocks[offset] = need
-        return offset
-
-    def free(self, offset: int) -> None:
-        """Give a block back. Raises ArgumentError if no block starts there."""
-        self._require_block(offset)
-        start, length = offset, self._blocks.pop(offset)
-        at = bisect(self._gaps, (start, length))
-        if at < len(self._gaps) and self._gaps[at][0] == start + length:
-            length += self._gaps.pop(at)[1]
-        if at and sum(self._gaps[at - 1]) == start:
-            at -= 1
-            before = self._gaps.pop(at)
-            start, length = before[0], length + before[1]
-        self._gaps.insert(at, (start, length))
-
-    def write(self, offset: int, data: npt.NDArray[Any]) -> None:
-        """Fill the block at ``offset`` with ``data``'s bytes, and the rest of it with zeros.
-
-        Raises ArgumentError if no block starts there, or it is smaller than ``data``.
-        """
-        self._require_block(offset)
-        end = offset + data.nbytes
-        if data.nbytes > self._blocks[offset]:
-            raise ArgumentError(
-                f"data has {data.nbytes} bytes; the block at {offset} has {self._blocks[offset]}"
-            )
-        _put(self.buffer[offset:end], np.ascontiguousarray(data).reshape(-1).view(np.uint8))
-        _zero(self.buffer[end : offset + self._blocks[offset]])
-
-    def fill(self, offsets: Sequence[int], sizes: Sequence[int], data: npt.NDArray[Any]) -> None:
-        """Fill blocks whole: the next ``sizes[i]`` bytes of ``data`` go to the block at
-        ``offsets[i]``. Blocks that stand side by side are one copy."""
-        for offset, start, size in self._runs(offsets, sizes):
-            _put(self.buffer[offset : offset + size], data[start : start + size])
-
-    def read(
-        self, offsets: Sequence[int], sizes: Sequence[int], data: npt.NDArray[np.uint8]
-    ) -> None:
-        """The other way round: ``data`` (host memory) becomes what the blocks hold."""
-        for offset, start, size in self._runs(offsets, sizes):
-            _get(self.buffer[offset : offset + size], data[start : start + size])
-
-    def clear(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Fill blocks with zeros."""
-        for offset, _, size in self._runs(offsets, sizes):
-            _zero(self.buffer[offset : offset + size])
-
-    def _runs(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-        """Blocks that stand side by side as one: where in the arena, where among them, bytes."""
-        runs: list[list[int]] = []
-        at = 0
-        for offset, size in zip(offsets, sizes, strict=True):
-            self._require_block(offset)
-            if runs and runs[-1][0] + runs[-1][2] == offset:
-                runs[-1][2] += size
-            else:
-                runs.append([offset, at, size])
-            at += size
-        return runs
-
-    def _require_block(self, offset: int) -> None:
-        if check_int("offset", offset, 0) not in self._blocks:
-            raise ArgumentError(f"offset {offset} is not the start of a block in use")
-
-
-def _new(make: Callable[..., Array], shape: tuple[int, ...], what: str, remedy: str) -> Array:
-    """A uint8 array by ``make``; CapacityError where there is no memory for it."""
-    try:
-        return make(shape, dtype=np.uint8)
-    except (MemoryError, ValueError, OverflowError) as error:  # the last two: not addressable
-        raise CapacityError(
-            f"{what} of {math.prod(shape)} bytes cannot be allocated: {error}; {remedy}"
-        ) from error
-
-
-def _address(array: Array) -> int:
-    """Address of an array's first byte, in host or device memory."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
-def _put(target: Array, source: npt.NDArray[Any]) -> None:
-    """Copy host bytes into an array of either module."""
-    if isinstance(target, np.ndarray):
-        target[...] = source
-    else:
-        target.set(source)
-
-
-def _zero(target: Array) -> None:
-    """Clear bytes, with no kernel: CuPy would compile one at its first use."""
-    if isinstance(target, np.ndarray):
-        target[...] = 0
-    elif target.size:
-        target.data.memset_async(0, target.nbytes)
-
-
-def _get(source: Array, target: npt.NDArray[Any]) -> None:
-    """Copy an array of either module to host bytes."""
-    if isinstance(source, np.ndarray):
-        target[...] = source
-    else:
-        source.get(out=target)
 
 
 def adapter_bytes(adapter: Adapter, itemsize: int) -> int:
@@ -237,17 +84,18 @@ class SlotInfo:
 
 class _Room:
     """Blocks that nobody serves from yet. If whoever has it drops it, as where an interrupt came
-    at a bad moment, the blocks go to ``dropped``, and are free at the table's next store."""
+    at a bad moment, its runs go to ``dropped``, and are free at the table's next store."""
 
-    def __init__(self, dropped: deque[list[int]]) -> None:
-        self.offsets: list[int] = []
-        self._finalizer = weakref.finalize(self, dropped.append, self.offsets)
+    def __init__(self, dropped: deque[list[int]], blocks: Blocks) -> None:
+        self.blocks = blocks
+        self._runs = [run.offset for run in blocks.runs]
+        self._finalizer = weakref.finalize(self, dropped.append, self._runs)
         self._finalizer.atexit = False
 
     def take(self) -> list[int]:
-        """The blocks, which are the caller's from now on."""
+        """The runs' offsets, which are the caller's from now on."""
         self._finalizer.detach()
-        return self.offsets
+        return self._runs
 
 
 @dataclass(eq=False)
@@ -263,16 +111,74 @@ class StoredAdapter:
     _room: _Room | None
 
     @property
-    def offsets(self) -> list[int] | None:
+    def blocks(self) -> Blocks | None:
         """Where its blocks are in the arena; None once it was placed or discarded."""
-        return None if self._room is None else self._room.offsets
+        return None if self._room is None else self._room.blocks
 
     def take(self) -> list[int]:
-        """The blocks, once. Raises ArgumentError where they were taken before."""
+        """The blocks' runs, once. Raises ArgumentError where they were taken before."""
         if self._room is None:
             raise ArgumentError(f"adapter {self.info.name} was placed or discarded before")
         room, self._room = self._room, None
         return room.take()
+
+
+_Done = Callable[[Sequence[int]], None]
+
+
+class BlockReader:
+    """Reads the blocks of an adapter, which stay what they are until ``close`` (or until this is
+    dropped), also where its slot goes to another one meanwhile. May be used from any thread."""
+
+    def __init__(self, layout: AdapterLayout, blocks: Blocks, arena: Arena, done: _Done) -> None:
+        self.layout = layout
+        self._blocks, self._arena = blocks, arena
+        self._finalizer = weakref.finalize(self, done, [run.offset for run in blocks.runs])
+        self._finalizer.atexit = False
+
+    def read(self, start: int, memory: HostMemory) -> None:
+        """``memory`` becomes what the blocks, one behind the other, hold from byte ``start`` on."""
+        self._arena.read(self._blocks, start, memory)
+
+    def close(self) -> None:
+        """The blocks may go."""
+        self._finalizer()
+
+
+class _Readers:
+    """Runs of blocks that somebody reads, which are freed when nobody does any more.
+
+    dropped: where they go then. May be called from any thread.
+    """
+
+    def __init__(self, dropped: deque[list[int]]) -> None:
+        self._dropped = dropped
+        self._count: dict[int, int] = {}
+        self._late: set[int] = set()
+        # Readers may be collected in the middle of a call here, in the same thread.
+        self._lock = threading.RLock()
+
+    def begin(self, runs: Iterable[int]) -> None:
+        with self._lock:
+            for run in runs:
+                self._count[run] = self._count.get(run, 0) + 1
+
+    def end(self, runs: Iterable[int]) -> None:
+        with self._lock:
+            for run in runs:
+                self._count[run] -= 1
+                if not self._count[run]:
+                    del self._count[run]
+                    if run in self._late:
+                        self._late.remove(run)
+                        self._dropped.append([run])
+
+    def unread(self, runs: Iterable[int]) -> list[int]:
+        """Those of ``runs``, which are to be freed, that can be now."""
+        with self._lock:
+            runs = list(runs)
+            self._late.update(run for run in runs if run in self._count)
+            return [run for run in runs if run not in self._count]
 
 
 class SlotTable:
@@ -310,11 +216,12 @@ class SlotTable:
         self._modules = {module.name: i for i, module in enumerate(model.modules)}
         rows = model.layers * len(self._modules)
         shape = (rows, limits.max_loras, SLOT_ENTRY_BYTES)
-        self.entries: Array = _new(xp.zeros, shape, "a slot table", "use a smaller max_loras")
+        self.entries: Array = new_bytes(xp.zeros, shape, "a slot table", "use a smaller max_loras")
         self._info: list[SlotInfo | None] = [None] * limits.max_loras
         self._offsets: list[list[int]] = [[] for _ in range(limits.max_loras)]
         self._loads = 0
         self._dropped: deque[list[int]] = deque()
+        self._readers = _Readers(self._dropped)
 
     @property
     def slots(self) -> tuple[SlotInfo | None, ...]:
@@ -366,38 +273,33 @@ class SlotTable:
         arena = self.arena
         if isinstance(adapter, PackedAdapter):
             layout, buffer = adapter.layout, adapter.buffer
-            return self.store_layout(layout, lambda at: arena.fill(at, layout.sizes, buffer))
+            return self.store_layout(layout, lambda blocks: arena.fill(blocks, buffer))
         check_type("adapter", adapter, Adapter)
-        layout, blocks = layout_of(adapter, self.model, self.limits, self.dtype, self.a_layout)
+        layout, contents = layout_of(adapter, self.model, self.limits, self.dtype, self.a_layout)
 
-        def write(offsets: Sequence[int]) -> None:
-            for offset, block in zip(offsets, blocks, strict=True):
-                arena.write(offset, block.values(self.dtype, self.a_layout))
+        def write(blocks: Blocks) -> None:
+            places = zip(blocks.offsets.tolist(), layout.sizes, contents, strict=True)
+            for offset, size, content in places:
+                arena.write(offset, content.values(self.dtype, self.a_layout), size)
 
         return self.store_layout(layout, write)
 
-    def store_layout(
-        self, layout: AdapterLayout, write: Callable[[Sequence[int]], None]
-    ) -> StoredAdapter:
-        """``store`` of what ``write`` puts into the layout's blocks, given their offsets in the
+    def store_layout(self, layout: AdapterLayout, write: Callable[[Blocks], None]) -> StoredAdapter:
+        """``store`` of what ``write`` puts into the layout's blocks, given their places in the
         arena. Raises ArgumentError for a layout of another table, CapacityError as ``load`` does,
         and what ``write`` raises."""
         self._check_layout(layout)
-        while self._dropped:
-            self._free(self._dropped.popleft())
-        room = _Room(self._dropped)
-        offsets = room.offsets
+        self.collect()
+        room = _Room(self._dropped, self.arena.take(layout.sizes))
         try:
-            for size in layout.sizes:
-                offsets.append(self.arena.alloc(size))
-            write(offsets)
+            write(room.blocks)
         except BaseException:
             self._free(room.take())
             raise
         self._loads += 1
         records = layout.records.copy()
         used = records["rank"] != 0
-        starts = np.array(offsets, np.uint64) + np.uint64(self.arena.address)
+        starts = room.blocks.offsets.astype(np.uint64) + np.uint64(self.arena.address)
         for pointer in ("a_ptr", "b_ptr"):
             records[pointer][used] = starts[layout.records[pointer][used].astype(np.intp)]
         records["generation"][used] = self._loads
@@ -417,15 +319,15 @@ class SlotTable:
         on_device = self.xp is not np
         factors = borrow_factors(name, factors, on_device=on_device)
         check_arrays(name, factors, self.model, self.limits, self.dtype, on_device=on_device)
-        layout, blocks = lay_out(
+        layout, contents = lay_out(
             name, factors, self.model, self.dtype, self.a_layout, "device arrays"
         )
-        arrays = [block.array for block in blocks]
-        packed = [block.is_packed(self.a_layout) for block in blocks]
+        arrays = [content.array for content in contents]
+        packed = [content.is_packed(self.a_layout) for content in contents]
 
-        def write(offsets: Sequence[int]) -> None:
-            self.arena.clear(offsets, layout.sizes)
-            target = self.arena.buffer
+        def write(blocks: Blocks) -> None:
+            self.arena.clear(blocks)
+            target, offsets = self.arena.buffer, blocks.offsets.tolist()
             try:
                 unpack_arrays(arrays, offsets, target, packed=packed, xp=self.xp)
             except AdapterFormatError:
@@ -474,17 +376,15 @@ class SlotTable:
         self._info[slot], self._offsets[slot] = stored.info, offsets
         self._free(former)
 
-    def read_back(
-        self, stored: StoredAdapter, allocate: Callable[[int], npt.NDArray[np.uint8]]
-    ) -> PackedAdapter:
-        """The host's copy of a stored adapter that was not placed; ``allocate`` gives memory of so
-        many bytes. Raises ArgumentError if it was placed or discarded."""
+    def reader(self, stored: StoredAdapter) -> BlockReader:
+        """For what a stored adapter's blocks hold, that was not placed yet. Raises ArgumentError if
+        it was placed or discarded."""
         check_type("stored", stored, StoredAdapter)
-        if stored.offsets is None:
+        blocks = stored.blocks
+        if blocks is None:
             raise ArgumentError(f"adapter {stored.info.name} was placed or discarded before")
-        buffer = allocate(stored.layout.nbytes)
-        self.arena.read(stored.offsets, stored.layout.sizes, buffer)
-        return PackedAdapter(stored.layout, buffer)
+        self._readers.begin(run.offset for run in blocks.runs)
+        return BlockReader(stored.layout, blocks, self.arena, self._readers.end)
 
     def discard(self, stored: StoredAdapter) -> None:
         """Give the room of a stored adapter back that was not placed."""
@@ -504,9 +404,23 @@ class SlotTable:
 
     def _switch(self, slot: int, records: npt.NDArray[np.void]) -> None:
         """Write the slot's entries: one strided copy on the current stream."""
-        column = records.view(np.uint8).reshape(-1, SLOT_ENTRY_BYTES)
-        self.entries[:, slot] = self.xp.asarray(column)
+        rows = records.view(np.uint8).reshape(-1, SLOT_ENTRY_BYTES)
+        put_column(self.entries, slot, rows, self.xp)
 
-    def _free(self, offsets: Iterable[int]) -> None:
-        for offset in offsets:
+    def collect(self) -> bool:
+        """Free what was dropped, and what nobody reads any more; whether there was any."""
+        runs = list[int]()
+        while self._dropped:
+            runs += self._dropped.popleft()
+        return self._give_back(runs)
+
+    def _free(self, runs: Iterable[int]) -> None:
+        """Give runs of blocks back, those that somebody reads once nobody does."""
+        self._give_back(runs)
+        self.collect()
+
+    def _give_back(self, runs: Iterable[int]) -> bool:
+        unread = self._readers.unread(runs)
+        for offset in unread:
             self.arena.free(offset)
+        return bool(unread)

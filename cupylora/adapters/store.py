@@ -1,6 +1,7 @@
 """Packed adapters in host memory, by name: what a load copies from, instead of reading files again.
 
     put(name, directory or Adapter) --> read, check, pack --> one buffer per distinct content
+    expect(name, directory, blocks) --> receive, later: the same from blocks on the device
     get(name) --> the buffer; read again from its directory if it had to go
 
 Up to ``budget_bytes``: where a new adapter needs room, those unused longest go that can be read
@@ -13,47 +14,86 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cupylora.adapters.factors import Adapter
-from cupylora.adapters.packed import HostBytes, PackedAdapter, pack_adapter
+from cupylora.adapters.packed import AdapterLayout, PackedAdapter, pack_adapter
 from cupylora.adapters.peft import read_adapter
-from cupylora.adapters.slots import SlotTable
+from cupylora.adapters.slots import BlockReader, SlotTable
 from cupylora.checks import check_int, check_type
 from cupylora.errors import ArgumentError, CapacityError
+from cupylora.host_memory import HostMemory
 from cupylora.text import byte_size, quoted, shown
 
-__all__ = ["AdapterStore", "StoreCounts"]
+__all__ = ["AdapterStore", "Arrival", "StoreCounts"]
 
-_SAMPLES = 256
-_SAMPLE_BYTES = 64
+_SAMPLES = 64
+_SAMPLE_BYTES = 256
+
+_COMPARED = 4 << 20
+"""Bytes that are brought from the device at a time, to be compared."""
 
 Say = Callable[[str], object]
 """Told what is being done: "reading", "packing"."""
 
+_Read = Callable[[int, HostMemory], None]
+"""Fills memory with content from a byte on."""
+
 
 @dataclass(frozen=True)
 class StoreCounts:
-    """hits: gets that found the buffer; reads: of directories; evictions: buffers that went."""
+    """hits: gets that found the buffer; reads: of directories; evictions: buffers that went;
+    unkept: expected ones for which there was no memory, so that they are read again when needed."""
 
     hits: int = 0
     reads: int = 0
     evictions: int = 0
+    unkept: int = 0
 
 
 @dataclass
 class _Entry:
     """One name. path: where it can be read again; packed: None while it is not in memory; digest:
-    of its content."""
+    of its content, if it is; settled: set once it came or will not, where it was expected."""
 
     path: Path | None
     packed: PackedAdapter | None
     digest: bytes
+    settled: threading.Event | None = None
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it is expected."""
+        return self.settled is not None and not self.settled.is_set()
+
+
+class Arrival:
+    """An adapter on its way into a store, for ``AdapterStore.receive``; it keeps its blocks. Nobody
+    waits for one that was dropped."""
+
+    def __init__(self, name: str, path: Path, reader: BlockReader) -> None:
+        settled = threading.Event()
+        self.name, self.reader = name, reader
+        self.entry = _Entry(path, None, b"", settled)
+        self._finalizer = weakref.finalize(self, settled.set)
+        self._finalizer.atexit = False
+
+    @property
+    def layout(self) -> AdapterLayout:
+        """As it is known to the store: under its name there."""
+        return replace(self.reader.layout, name=self.name)
+
+    def close(self) -> None:
+        """It came, or will not."""
+        self.reader.close()
+        self._finalizer()
 
 
 class AdapterStore:
@@ -68,12 +108,12 @@ class AdapterStore:
         table: SlotTable,
         *,
         budget_bytes: int,
-        allocate: Callable[[int], HostBytes] | None = None,
+        allocate: Callable[[int], HostMemory] = HostMemory.new,
     ) -> None:
         check_type("table", table, SlotTable)
         self.budget_bytes = check_int("budget_bytes", budget_bytes, 0)
         self._table = table
-        self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8))
+        self._allocate = allocate
         self._entries: dict[str, _Entry] = {}
         self._cached: dict[str, _Entry] = {}  # those in memory, used longest ago first
         self._counts = StoreCounts()
@@ -124,6 +164,41 @@ class AdapterStore:
         with self._lock:
             return self._keep(name, packed, path)
 
+    def expect(self, name: str, path: str | Path, reader: BlockReader) -> Arrival:
+        """``name`` is what the blocks hold, in place of what had it; to be received from there, and
+        until then ``find`` and ``get`` wait for it. path: where it can be read again.
+
+        Raises CapacityError as ``put`` does.
+        """
+        arrival = Arrival(name, _path(path), reader)
+        with self._lock:
+            self._leaving(arrival.layout, None, beside=name)
+            self._forget(name)
+            self._entries[name] = arrival.entry
+        return arrival
+
+    def receive(self, arrival: Arrival) -> None:
+        """Copy what was expected, on the current stream, unless the name is another's by now.
+
+        Where memory lacks, it will be read again when it is needed.
+        """
+        try:
+            if self._is_expected(arrival):
+                self._receive(arrival)
+        except CapacityError:
+            with self._lock:
+                self._counts = replace(self._counts, unkept=self._counts.unkept + 1)
+        finally:
+            arrival.close()
+
+    def wait(self) -> None:
+        """Until all that is expected came, or will not."""
+        with self._lock:
+            coming = [entry.settled for entry in self._entries.values()]
+        for settled in coming:
+            if settled is not None:
+                settled.wait()
+
     def get(self, name: str, say: Say = lambda _: None) -> PackedAdapter:
         """The adapter ``name``, read again if its buffer went.
 
@@ -147,17 +222,24 @@ class AdapterStore:
     def find(self, name: str) -> PackedAdapter | Path:
         """The adapter ``name``, or where it can be read again if its buffer went.
 
-        Raises ArgumentError for a name that is not known.
+        Waits for one that is expected. Raises ArgumentError for a name that is not known.
         """
-        with self._lock:
-            entry = self._known(name)
-            if entry.packed is not None:
-                self._cached[name] = self._cached.pop(name)  # used last
-                self._counts = replace(self._counts, hits=self._counts.hits + 1)
-                return _named(entry.packed, name)
-            if entry.path is None:  # what cannot be read again is never let go
-                raise ArgumentError(f"adapter {shown(name)} is not in memory")
-            return entry.path
+        while True:
+            with self._lock:
+                entry = self._known(name)
+                if not entry.is_coming:
+                    return self._found(name, entry)
+            if entry.settled is not None:
+                entry.settled.wait()
+
+    def _found(self, name: str, entry: _Entry) -> PackedAdapter | Path:
+        if entry.packed is not None:
+            self._cached[name] = self._cached.pop(name)  # used last
+            self._counts = replace(self._counts, hits=self._counts.hits + 1)
+            return _named(entry.packed, name)
+        if entry.path is None:  # what cannot be read again is never let go
+            raise ArgumentError(f"adapter {shown(name)} is not in memory")
+        return entry.path
 
     @contextlib.contextmanager
     def restoring(self, name: str) -> Iterator[None]:
@@ -187,17 +269,49 @@ class AdapterStore:
     def _restore(self, name: str, entry: _Entry) -> None:
         """Put back what was taken out: it had room then."""
         if entry.packed is not None:
-            self._make_room(entry.packed, beside=name)
+            self._make_room(entry.packed.layout, entry.packed.buffer, beside=name)
             self._cached[name] = entry
         self._entries[name] = entry
 
     def _keep(self, name: str, packed: PackedAdapter, path: Path | None) -> PackedAdapter:
-        digest = _digest(packed)
+        digest = _digest(packed.layout, packed.buffer.tobytes)
         packed = self._shared(_named(packed, name), digest)
-        self._make_room(packed, beside=name)
+        self._make_room(packed.layout, packed.buffer, beside=name)
         self._forget(name)
         self._entries[name] = self._cached[name] = _Entry(path, packed, digest)
         return packed
+
+    def _is_expected(self, arrival: Arrival) -> bool:
+        with self._lock:
+            return self._entries.get(arrival.name) is arrival.entry
+
+    def _receive(self, arrival: Arrival) -> None:
+        """Share the buffer of what is there already, else copy to memory that was made free."""
+        name, layout, read = arrival.name, arrival.layout, arrival.reader.read
+        digest = _digest(layout, partial(_bytes_of, read))
+        buffer = self._buffer_of_equal(layout, digest, read)
+        if buffer is None:
+            with self._lock:
+                self._make_room(layout, None, beside=name)
+            buffer = self._allocate(layout.nbytes)
+            read(0, buffer)
+        with self._lock:
+            if self._entries.get(name) is arrival.entry:
+                self._make_room(layout, buffer, beside=name)
+                arrival.entry.packed = PackedAdapter(layout, buffer)
+                arrival.entry.digest = digest
+                self._cached[name] = arrival.entry
+
+    def _buffer_of_equal(self, layout: AdapterLayout, digest: bytes, read: _Read) -> Any:
+        """The buffer of an adapter in memory of the content that ``read`` gives; None: none has
+        it."""
+        with self._lock:
+            found = [entry.packed for entry in self._cached.values() if entry.digest == digest]
+        buffers = {id(one.buffer): one for one in found if one is not None}
+        for one in buffers.values():
+            if one.layout.same_blocks(layout) and _reads_as(read, one.buffer):
+                return one.buffer
+        return None
 
     def _known(self, name: str) -> _Entry:
         entry = self._entries.get(name)
@@ -231,14 +345,22 @@ class AdapterStore:
                 return replace(packed, buffer=other.buffer)
         return packed
 
-    def _make_room(self, packed: PackedAdapter, beside: str) -> None:
-        """Let go of buffers until ``packed`` fits; ``beside``: the name that it is to have.
+    def _make_room(self, layout: AdapterLayout, buffer: HostMemory | None, beside: str) -> None:
+        """Let go of what ``_leaving`` says."""
+        gone = self._leaving(layout, buffer, beside)
+        for name in gone:
+            self._cached.pop(name).packed = None
+        self._counts = replace(self._counts, evictions=self._counts.evictions + len(gone))
 
-        Raises CapacityError, having let go of nothing, where that is not enough.
+    def _leaving(self, layout: AdapterLayout, buffer: HostMemory | None, beside: str) -> list[str]:
+        """Who goes so that an adapter fits, those used longest ago; buffer: None for a new one;
+        beside: the name that it is to have.
+
+        Raises CapacityError where that is not enough.
         """
         users = self._users(without=beside)
-        users.setdefault(id(packed.buffer), []).append(packed)
-        needed, gone = sum(buffer[0].nbytes for buffer in users.values()), list[str]()
+        users.setdefault(id(buffer), []).append(layout.nbytes)
+        needed, gone = sum(sizes[0] for sizes in users.values()), list[str]()
         for name, entry in self._cached.items():
             if needed <= self.budget_bytes:
                 break
@@ -250,24 +372,22 @@ class AdapterStore:
             needed -= 0 if sharing else entry.packed.nbytes
         if needed > self.budget_bytes:
             raise CapacityError(
-                f"adapter {shown(packed.layout.name)} has {byte_size(packed.nbytes)}; with what "
+                f"adapter {shown(layout.name)} has {byte_size(layout.nbytes)}; with what "
                 f"cannot be read again that is {needed} bytes, and the host cache has "
                 f"{self.budget_bytes}; drop adapters or make it larger"
             )
-        for name in gone:
-            self._cached.pop(name).packed = None
-        self._counts = replace(self._counts, evictions=self._counts.evictions + len(gone))
+        return gone
 
-    def _users(self, without: str | None = None) -> dict[int, list[PackedAdapter]]:
-        """By ``id`` of each buffer, who has it."""
-        users: dict[int, list[PackedAdapter]] = {}
+    def _users(self, without: str | None = None) -> dict[int, list[int]]:
+        """By ``id`` of each buffer, its size for each name that has it."""
+        users: dict[int, list[int]] = {}
         for name, entry in self._cached.items():
             if entry.packed is not None and name != without:
-                users.setdefault(id(entry.packed.buffer), []).append(entry.packed)
+                users.setdefault(id(entry.packed.buffer), []).append(entry.packed.nbytes)
         return users
 
     def _held(self) -> int:
-        return sum(users[0].nbytes for users in self._users().values())
+        return sum(sizes[0] for sizes in self._users().values())
 
 
 def _path(path: Any) -> Path:
@@ -281,12 +401,28 @@ def _named(packed: PackedAdapter, name: str) -> PackedAdapter:
     return replace(packed, layout=replace(packed.layout, name=name))
 
 
-def _digest(packed: PackedAdapter) -> bytes:
-    """Of the table rows and of samples across the buffer: equal for equal content."""
-    layout = packed.layout
+def _digest(layout: AdapterLayout, sample: Callable[[int, int], bytes]) -> bytes:
+    """Of the table rows and of samples (start, bytes) of the content: equal for equal content."""
     found = hashlib.blake2b(layout.records.tobytes(), digest_size=16)
     found.update(str((layout.dtype, layout.a_layout, layout.sizes)).encode())
-    step = max(_SAMPLE_BYTES, packed.nbytes // _SAMPLES)
-    for start in range(0, packed.nbytes, step):
-        found.update(packed.buffer[start : start + _SAMPLE_BYTES].tobytes())
+    step = max(_SAMPLE_BYTES, layout.nbytes // _SAMPLES)
+    for start in range(0, layout.nbytes, step):
+        found.update(sample(start, min(_SAMPLE_BYTES, layout.nbytes - start)))
     return found.digest()
+
+
+def _bytes_of(read: _Read, start: int, size: int) -> bytes:
+    memory = HostMemory.new(size)
+    read(start, memory)
+    return memory.tobytes()
+
+
+def _reads_as(read: _Read, buffer: HostMemory) -> bool:
+    """Whether ``read`` gives what ``buffer`` holds; stops at the first difference."""
+    room = np.empty(min(_COMPARED, buffer.nbytes), np.uint8)
+    for start in range(0, buffer.nbytes, _COMPARED):
+        part = room[: buffer.nbytes - start]
+        read(start, HostMemory.of(part))
+        if not buffer.holds(start, part):
+            return False
+    return True

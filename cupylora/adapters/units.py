@@ -39,7 +39,7 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Pair:
     """A and B of one place: what their headers say, and the alpha the file keeps beside them."""
 

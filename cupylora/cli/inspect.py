@@ -6,12 +6,15 @@ as the terminal can show them; what a file can make long is cut in tables, and w
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -34,6 +37,10 @@ __all__ = ["command"]
 _ROWS = 40
 """Of a table: hostile files may make as many as they have tensors."""
 _LISTED = 20
+_FRAME = 3
+"""Characters around a cell."""
+_REASON = 14
+"""Characters of a line, where there is little room, of why something is not applied."""
 _STDOUT = Path("-")
 
 
@@ -166,7 +173,7 @@ def _print(found: Inspection, console: Console) -> None:
     for text in _overview(found):
         _say(console, text)
     if found.held:
-        console.print(_held_table(found.held))
+        console.print(_held_table(found.held, console.width))
     if found.model and found.applied:
         _say(console, f"Applied to {shown(found.model.name)}, in {found.dtype}", "italic")
         console.print(_applied_table(found))
@@ -202,20 +209,56 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _held_table(rows: Sequence[Held]) -> Table:
-    scaled = any(row.scales for row in rows)
-    faulty = any(row.why_not for row in rows)
-    columns = ["module or tensor", "how many", "shape", "type"]
-    columns += ["scale"] * scaled + ["not applied"] * faulty
+def _held_table(rows: Sequence[Held], width: int) -> Table:
+    """At most ``width`` wide, if that can be: then a factor a line, and names folded at dots."""
+    columns, lines = _held_cells(rows)
+    if _table_width(columns, lines) > width:
+        columns, lines = _held_cells(rows, narrow=True)
+        room = width - _table_width(columns[1:], [cells[1:] for cells in lines]) - _FRAME
+        for cells in lines:
+            cells[0] = _folded(cells[0], room)
     table = _table(*columns)
-    for row in rows[:_ROWS]:
-        shapes = [f"{factor} {list(shape)}" for factor, shape in row.shapes.items()]
-        text = ", ".join(shapes).removeprefix("tensor ")
-        cells = [escape(shown(row.name)), str(row.count), escape(text), row.dtype]
-        cells += [_range(row.scales)] * scaled + [escape(shown(row.why_not or "-"))] * faulty
-        table.add_row(*cells)
+    for cells in lines:
+        table.add_row(*map(escape, cells))
     _add_rest(table, len(rows))
     return table
+
+
+def _held_cells(rows: Sequence[Held], *, narrow: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Titles of columns, and rows of cells, the first one a name. narrow: on several lines."""
+    scaled = any(row.scales for row in rows)
+    faulty = any(row.why_not for row in rows)
+    columns = ["module or tensor", "count", "shape", "type"]
+    columns += ["scale"] * scaled + ["not applied"] * faulty
+    lines = []
+    for row in rows[:_ROWS]:
+        shapes = [f"{factor} {list(shape)}" for factor, shape in row.shapes.items()]
+        text = ("\n" if narrow else ", ").join(shapes).removeprefix("tensor ")
+        cells = [shown(row.name), str(row.count), text, row.dtype]
+        reason = shown(row.why_not or "-")
+        if narrow:
+            reason = textwrap.fill(reason, _REASON, break_long_words=False)
+        lines.append([*cells, *[_range(row.scales)] * scaled, *[reason] * faulty])
+    return columns, lines
+
+
+def _table_width(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
+    """Of a table that breaks no cell."""
+    widths = [
+        max(cell_len(line) for cell in column for line in cell.split("\n"))
+        for column in zip(columns, *lines, strict=True)
+    ]
+    return sum(widths) + _FRAME * len(widths) + 1
+
+
+def _folded(name: str, width: int) -> str:
+    """``name`` on lines of at most ``width``, broken behind dots alone."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.|[^.]+", name):
+        if lines[-1] and cell_len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _applied_table(found: Inspection) -> Table:

@@ -40,6 +40,11 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         kernels=instances("read_stream<{unroll}>", unroll=(1, 4, 8)),
     ),
     KernelProgram(
+        name="step",
+        source="step/take.cu",
+        kernels=_plain("take_batch"),
+    ),
+    KernelProgram(
         name="unpack",
         source="adapters/unpack.cu",
         kernels=instances("unpack_factors<{dtype}>", dtype=_DTYPES),

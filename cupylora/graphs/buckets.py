@@ -32,6 +32,7 @@ from cupylora.worklists import MAX_ROWS
 __all__ = [
     "DEFAULT_TOKEN_BUCKETS",
     "BatchKey",
+    "Choice",
     "DispatchCounts",
     "DispatchOptions",
     "Dispatcher",
@@ -182,15 +183,16 @@ _Exact = tuple[int, int | None, bool]
 
 
 @dataclass(slots=True)
-class _Choice:
-    """A key, and how often it was taken: counted here, since hashing a key costs as much as the
-    look-up."""
+class Choice:
+    """A key that has a graph, and how often it was taken: counted here, since hashing a key costs
+    as much as the look-up. graph: what was given to ``Dispatcher.add`` with it."""
 
     key: BatchKey
     hits: int = 0
+    graph: Any = None
 
 
-_Table = list[list[_Choice | None]]
+_Table = list[list[Choice | None]]
 
 
 class Dispatcher:
@@ -219,7 +221,7 @@ class Dispatcher:
         self._relaxed: set[BatchKey] = set()
         self._exact: dict[_Exact, list[int]] = {}
         self._table: _Table = []
-        self._choices: dict[BatchKey, _Choice] = {}
+        self._choices: dict[BatchKey, Choice] = {}
         self.reset_counts()
 
     @property
@@ -265,12 +267,13 @@ class Dispatcher:
                 f"{key} is not of the token buckets {_some(self.buckets)} and cases {self.cases}"
             )
 
-    def add(self, key: BatchKey) -> None:
+    def add(self, key: BatchKey, graph: Any = None) -> None:
         """``key`` has a graph now. Raises ArgumentError if it is none of these buckets and cases.
 
         A key with ``num_reqs`` or ``uniform`` serves batches of just those.
         """
         self.check_key(key)
+        self._choice(key).graph = graph
         if key == key.relaxed():
             self._relaxed.add(key)
             self._table = []
@@ -282,6 +285,7 @@ class Dispatcher:
         """``key`` has no graph any more. Raises ArgumentError if it had none."""
         if key not in self:
             raise ArgumentError(f"{key} has no graph")
+        self._choice(key).graph = None
         if key in self._relaxed:
             self._relaxed.remove(key)
             self._table = []
@@ -303,8 +307,20 @@ class Dispatcher:
         smallest case that covers the batch; where that key was dropped, the next larger one.
         Raises ArgumentError as ``ideal`` does.
         """
+        choice = self.choose(num_tokens, num_active_loras, num_reqs=num_reqs, uniform=uniform)
+        return None if choice is None else choice.key
+
+    def choose(
+        self,
+        num_tokens: int,
+        num_active_loras: int,
+        *,
+        num_reqs: int | None = None,
+        uniform: bool = False,
+    ) -> Choice | None:
+        """``dispatch``, with the graph."""
         self._check_batch(num_tokens, num_active_loras)
-        if not 0 < num_tokens <= self.largest_bucket:
+        if not 0 < num_tokens <= self.buckets[-1]:
             self.count_eager("more tokens than any bucket" if num_tokens else "no tokens")
             return None
         bucket = self._bucket_of[num_tokens]
@@ -320,7 +336,7 @@ class Dispatcher:
         choice.hits += 1
         self._tokens += num_tokens
         self._padding += choice.key.num_tokens - num_tokens
-        return choice.key
+        return choice
 
     def count_eager(self, reason: EagerReason) -> None:
         """A batch was served eagerly without being dispatched."""
@@ -342,12 +358,12 @@ class Dispatcher:
         """The smallest case that covers ``bucket`` groups, or the largest there is."""
         return self.cases[self._case_of[min(bucket, self.cases[-1])]]
 
-    def _choice(self, key: BatchKey) -> _Choice:
-        return self._choices.setdefault(key, _Choice(key))
+    def _choice(self, key: BatchKey) -> Choice:
+        return self._choices.setdefault(key, Choice(key))
 
     def _find_exact(
         self, bucket: int, active: int, num_reqs: int | None, uniform: bool
-    ) -> _Choice | None:
+    ) -> Choice | None:
         tokens = self.buckets[bucket]
         cases = self._exact.get((tokens, num_reqs, uniform), [])
         at = bisect_left(cases, active)
@@ -358,11 +374,11 @@ class Dispatcher:
     def _make_table(self) -> _Table:
         """Per bucket and case the captured key to take: that one, else the next larger case of the
         bucket, else what the next larger bucket takes."""
-        larger: list[_Choice | None] = [None] * len(self.cases)
+        larger: list[Choice | None] = [None] * len(self.cases)
         table = []
         for bucket in reversed(self.buckets):
             row = list(larger)
-            above: _Choice | None = None
+            above: Choice | None = None
             for index in reversed(range(len(self.cases))):
                 key = BatchKey(bucket, num_active_loras=self.cases[index])
                 above = self._choice(key) if key in self._relaxed else above
@@ -376,7 +392,7 @@ class Dispatcher:
         if type(num_tokens) is not int or type(active) is not int or num_tokens < 0:
             check_int("num_tokens", num_tokens, 0)
             check_int("num_active_loras", active, 0)
-        if not 0 <= active <= min(num_tokens, self.max_loras + 1):
+        if not 0 <= active <= num_tokens or active > self.max_loras + 1:
             raise ArgumentError(
                 f"num_active_loras is {active}; a batch of {counted(num_tokens, 'token')} in "
                 f"{counted(self.max_loras, 'slot')} has 0 to {min(num_tokens, self.max_loras + 1)}"

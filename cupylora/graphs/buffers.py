@@ -6,12 +6,11 @@ writes a batch's values into them before the step (``x``, router choices), all b
 padding: where a buffer has a ``pad`` value they are set to it again before every step, so that no
 graph sees the rows of a batch before.
 
-In: shapes, once. Out: views, and the padding's writes on a step's stream.
+In: shapes, once. Out: views, and where padding lies.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,18 +21,20 @@ import numpy.typing as npt
 
 from cupylora.backend import ArrayBackend, total_bytes
 from cupylora.checks import check_array, check_choice, check_int, check_type
-from cupylora.compiler import driver
 from cupylora.dtypes import DTYPES
-from cupylora.errors import ArgumentError, CupyloraError, GraphError
+from cupylora.errors import ArgumentError, GraphError
 from cupylora.interop.convert import borrow
 from cupylora.worklists import MAX_ROWS, Array
 
-__all__ = ["StepBuffers", "StepViews"]
+__all__ = ["PAD_RUN", "StepBuffers", "StepViews"]
 
 SLOTS = "token_to_slot"
 
 Pad = Literal[-1, 0]
 """Value of padding rows: -1 in integers ("no adapter", "no expert"), or 0 in anything."""
+
+PAD_RUN = np.dtype([("rows", "u8"), ("row_bytes", "u8"), ("word", "u8")])
+"""A buffer's rows, or those of one of its layers, whose padding is set: PadRun of step/take.cu."""
 
 
 @dataclass(frozen=True)
@@ -158,16 +159,26 @@ class StepBuffers:
             found = self._views[num_tokens] = StepViews(self._buffers, num_tokens)
         return found
 
-    def pad(self, num_tokens: int, bucket: int, stream: int) -> None:
-        """Set rows ``num_tokens`` to ``bucket`` of the buffers that have a ``pad`` to it.
+    def whole(self, name: str) -> Array:
+        """All of a buffer."""
+        return self._buffers[name].array
 
-        Enqueued on the stream of handle ``stream``; ``token_to_slot``'s rows come with its copy.
-        """
-        if num_tokens == bucket:
-            return
-        for name, buffer in self._buffers.items():
-            if buffer.pad is not None and name != SLOTS:
-                self._pad(buffer, buffer.pad, num_tokens, bucket, stream)
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._buffers)
+
+    def pad(self, num_tokens: int, bucket: int) -> None:
+        """In host memory, set rows ``num_tokens`` to ``bucket`` of the buffers that have a ``pad``
+        to it, but for ``token_to_slot``."""
+        for buffer in self._padded():
+            rows = buffer.array.swapaxes(0, buffer.token_axis)
+            rows[num_tokens:bucket] = buffer.pad
+
+    def pad_runs(self) -> npt.NDArray[Any]:
+        """PAD_RUN of what ``pad`` sets, for the kernel that does so."""
+        runs = [run for buffer in self._padded() for run in self._runs(buffer)]
+        return np.array(runs, PAD_RUN)
 
     def seal(self) -> None:
         """Refuse to grow from now on."""
@@ -185,20 +196,14 @@ class StepBuffers:
                 "make it before the first capture, or call release_graphs() first"
             )
 
-    def _pad(self, buffer: _Buffer, value: Pad, first: int, end: int, stream: int) -> None:
-        if not self.backend.on_device:
-            rows = buffer.array.swapaxes(0, buffer.token_axis)
-            rows[first:end] = value
-            return
-        row, array = buffer.row_bytes, buffer.array
-        _set_device_rows(
-            self.backend.address(array) + first * row,
-            pitch=self.max_tokens * row,
-            byte=value & 0xFF,
-            width=(end - first) * row,
-            height=array.shape[0] if buffer.token_axis else 1,
-            stream=stream,
-        )
+    def _padded(self) -> list[_Buffer]:
+        return [b for name, b in self._buffers.items() if b.pad is not None and name != SLOTS]
+
+    def _runs(self, buffer: _Buffer) -> Iterator[tuple[int, int, int]]:
+        row, first = buffer.row_bytes, self.backend.address(buffer.array)
+        word = 0xFFFFFFFF if buffer.pad else 0
+        for layer in range(buffer.array.shape[0] if buffer.token_axis else 1):
+            yield first + layer * self.max_tokens * row, row, word
 
 
 def _numeric(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -212,19 +217,3 @@ def _numeric(dtype: npt.DTypeLike) -> np.dtype[Any]:
     if dtype is None or kind.kind not in "biufV" or kind.type is np.void:
         raise ArgumentError(f"dtype is {dtype!r}; one of numbers is needed")
     return kind
-
-
-def _set_device_rows(
-    address: int, *, pitch: int, byte: int, width: int, height: int, stream: int
-) -> None:
-    """``height`` runs of ``width`` bytes, ``pitch`` apart, enqueued as one operation."""
-    status = driver.library().cuMemsetD2D8Async(
-        ctypes.c_uint64(address),
-        ctypes.c_size_t(pitch),
-        ctypes.c_ubyte(byte),
-        ctypes.c_size_t(width),
-        ctypes.c_size_t(height),
-        ctypes.c_void_p(stream),
-    )
-    if status:
-        raise CupyloraError(f"setting padding rows failed: {driver.error_text(status)}")

@@ -12,10 +12,7 @@ reference does, while the graph still reads and writes there.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import gc
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -25,7 +22,9 @@ from typing import Any
 
 from cupylora.compiler import driver
 from cupylora.errors import CupyloraError, GraphError
+from cupylora.interop.lent import block_of
 from cupylora.interop.streams import as_stream
+from cupylora.interpreter import no_collection
 
 __all__ = ["CudaRecorder", "DirectRecorder", "Recorder", "Recording"]
 
@@ -66,22 +65,31 @@ class Recording(ABC):
 
 
 class Recorder(ABC):
-    """Makes recordings, and says where their work goes. stream: CuPy's, None on NumPy."""
+    """Makes recordings, and says where their work goes.
+
+    stream: CuPy's, None on NumPy. calls_work: whether ``record`` calls the work, and so shows
+    whether it can be recorded.
+    """
 
     stream: Any = None
-
-    @property
-    def handle(self) -> int:
-        """The stream's handle, 0 where there is none."""
-        return 0 if self.stream is None else int(self.stream.ptr)
+    calls_work = False
 
     @abstractmethod
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Work enqueued inside goes where recordings' work goes."""
 
-    @abstractmethod
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """The device is current inside: a thread begins on device 0."""
+        return _Current(self)
+
+    @abstractmethod
+    def enter_device(self) -> int | None:
+        """Make the device current: number of the one that was, to ``leave_device``; None: it was
+        that already."""
+
+    @abstractmethod
+    def leave_device(self, before: int) -> None:
+        """Back to the device that was current."""
 
     @abstractmethod
     def record(self, work: Work, what: str) -> Recording:
@@ -121,9 +129,12 @@ class DirectRecorder(Recorder):
         """Anywhere."""
         return _NOWHERE
 
-    def on_device(self) -> contextlib.AbstractContextManager[None]:
+    def enter_device(self) -> int | None:
         """There is none."""
-        return _NOWHERE
+        return None
+
+    def leave_device(self, before: int) -> None:
+        """Never called."""
 
     def record(self, work: Work, what: str) -> Recording:
         """Keep ``work``."""
@@ -133,16 +144,21 @@ class DirectRecorder(Recorder):
 class CudaRecorder(Recorder):
     """Captures on ``stream``, and launches there.
 
-    stream: in any form (see ``cupylora.use_stream``), of the device that is current now; left out:
-    a new non-blocking one, of higher priority than the default. Raises GraphError for the legacy
+    stream: in any form (see ``cupylora.use_stream``), of the device that is current now; it must
+    live until the last block, record or launch, no longer. Left out: a new non-blocking one, of
+    higher priority than the default. Raises GraphError for the legacy
     default stream, ArgumentError for what is no stream.
     """
+
+    calls_work = True
 
     def __init__(self, stream: Any = None) -> None:
         import cupy
 
         self._cupy = cupy
-        self._device = _Device(cupy.cuda.runtime)
+        runtime = cupy.cuda.runtime
+        self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
+        self._device = int(self._get_device())
         # Above the streams of loads, so that what these unpack gives way to steps.
         new = functools.partial(cupy.cuda.Stream, non_blocking=True, priority=_STEP_PRIORITY)
         self.stream = new() if stream is None else as_stream("stream", stream)
@@ -151,22 +167,34 @@ class CudaRecorder(Recorder):
             raise GraphError(_LEGACY_ADVICE)
         if handle == _PER_THREAD_STREAM:
             raise GraphError("the per-thread default stream changes with the thread; give a stream")
+        self._block = block_of(self.stream)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The stream is CuPy's current one inside, its device the current device."""
-        with self._device, self.stream:
+        with self.on_device(), self._block:
+            # Also where it is: that alone makes the device's context current in a new thread, which
+            # launches through the driver need.
+            self._set_device(self._device)
             yield
 
-    def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """The stream's device is the current one inside."""
-        return self._device
+    def enter_device(self) -> int | None:
+        """A step asks each time, so it costs next to nothing."""
+        current = self._get_device()
+        if current == self._device:
+            return None
+        self._set_device(self._device)
+        return int(current)
+
+    def leave_device(self, before: int) -> None:
+        """Make another device current."""
+        self._set_device(before)
 
     def record(self, work: Work, what: str) -> Recording:
         """Capture, instantiate and upload. Python collects no garbage meanwhile: a finalizer that
         frees device memory would void the capture."""
         start = time.perf_counter()
-        with self._device, _no_collection():
+        with self.on_device(), no_collection():
             free = self._free_bytes()
             graph = self._capture(work, what)
             try:
@@ -227,20 +255,22 @@ class _CudaRecording(Recording):
         # Also where the recording is dropped: the driver's handles free nothing themselves.
         self._free = weakref.finalize(self, _destroy, graph, executable)
         self._free.atexit = False
-        # Bound ahead: this call is the step path.
-        self._enqueue = functools.partial(
-            driver.library().cuGraphLaunch,
-            ctypes.c_void_p(int(executable)),
-            ctypes.c_void_p(int(stream.ptr)),
-        )
+        # Bound ahead: this call is the step path. The runtime's function, unlike the driver's,
+        # makes the device's context current in a new thread.
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        self._refused = runtime.CUDARuntimeError
+        self._enqueue = functools.partial(runtime.graphLaunch, int(executable), int(stream.ptr))
 
     def count_nodes(self) -> None:
-        self.nodes = len(_nodes(self._graph))
+        self.nodes = _node_count(self._graph)
 
     def launch(self) -> None:
-        status = self._enqueue()
-        if status:
-            raise GraphError(f"launch of {self._what} failed: {driver.error_text(status)}")
+        try:
+            self._enqueue()
+        except self._refused as error:
+            raise GraphError(f"launch of {self._what} failed: {error}") from error
 
     def kernel_names(self) -> tuple[str, ...]:
         self._require()
@@ -267,42 +297,22 @@ def _destroy(graph: Any, executable: Any) -> None:
     cuda.cuGraphDestroy(graph)
 
 
-class _Device:
-    """Makes one device current where it is not; a step asks each time, so it costs next to nothing.
+class _Current:
+    """A recorder's device is current inside; each is entered once."""
 
-    May be entered again inside, and by several threads.
-    """
-
-    def __init__(self, runtime: Any) -> None:
-        self._get, self._set = runtime.getDevice, runtime.setDevice
-        self._number = int(self._get())
-        self._before = threading.local()
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._before: int | None = None
 
     def __enter__(self) -> None:
-        current = self._get()
-        stack = self._before.__dict__.setdefault("stack", [])
-        stack.append(current)
-        if current != self._number:
-            self._set(self._number)
+        self._before = self._recorder.enter_device()
 
     def __exit__(self, *_: object) -> None:
-        before = self._before.stack.pop()
-        if before != self._number:
-            self._set(before)
+        if self._before is not None:
+            self._recorder.leave_device(self._before)
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _destroyed(what: str) -> int:
+def _destroyed(what: str) -> None:
     raise GraphError(f"the graph of {what} was destroyed")
 
 
@@ -327,10 +337,14 @@ def _check(result: tuple[Any, ...], doing: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _node_count(graph: Any) -> int:
+    _, count = _check(_driver().cuGraphGetNodes(graph), "counting the nodes of a graph")
+    return int(count)
+
+
 def _nodes(graph: Any) -> list[Any]:
-    cuda = _driver()
-    _, count = _check(cuda.cuGraphGetNodes(graph), "counting the nodes of a graph")
-    nodes, _ = _check(cuda.cuGraphGetNodes(graph, count), "reading the nodes of a graph")
+    found = _driver().cuGraphGetNodes(graph, _node_count(graph))
+    nodes, _ = _check(found, "reading the nodes of a graph")
     return list(nodes)
 
 

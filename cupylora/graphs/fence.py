@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
+from cupylora.compiler import driver
 from cupylora.interop.streams import as_stream
 
 __all__ = ["CudaFence", "DirectFence", "StepFence"]
@@ -54,7 +55,8 @@ class DirectFence(StepFence):
 class CudaFence(StepFence):
     """An event behind each step on ``stream``, in any form; at most ``depth`` steps are under way.
 
-    A load asks and waits from its own thread while another one steps.
+    A load asks and waits from its own thread while another one steps, and perhaps a third one
+    captures: what is asked here voids no capture. The stream is touched by ``submit`` alone.
     """
 
     def __init__(self, stream: Any, depth: int = 64) -> None:
@@ -67,12 +69,13 @@ class CudaFence(StepFence):
         self._lock = threading.RLock()
 
     def submit(self) -> int:
-        """Record an event; waits for the oldest step where too many are under way."""
+        """Record an event; the oldest step's, once that is over, where all are taken."""
         with self._lock:
-            if not self._free:
-                self._running[0].synchronize()
-                self.finished()
-            event = self._free.pop()
+            if self._free:
+                event = self._free.pop()
+            else:
+                event = self._running.popleft()
+                _wait(event)
             event.record(self._stream)
             self._running.append(event)
             self.enqueued += 1
@@ -82,8 +85,10 @@ class CudaFence(StepFence):
         """Asks the events in order."""
         with self._lock:
             running = self._running
-            while running and running[0].done:
-                self._free.append(running.popleft())
+            if running:
+                with driver.outside_captures():
+                    while running and running[0].done:
+                        self._free.append(running.popleft())
             return self.enqueued - len(running)
 
     def wait(self, step: int) -> None:
@@ -92,4 +97,9 @@ class CudaFence(StepFence):
             ahead = step - self.finished()
             event = self._running[ahead - 1] if ahead > 0 else None
         if event is not None:
-            event.synchronize()
+            _wait(event)
+
+
+def _wait(event: Any) -> None:
+    with driver.outside_captures():
+        event.synchronize()

@@ -2,25 +2,29 @@
 
     token_to_slot (host) --> staging: check, count groups --> dispatcher: key, or none
                                  |                                |
-                 one copy, padded to the key's bucket         graph of the key: one launch
-                                 v                            none: the step function itself
-                          buffers (never moved) <---------------- reads and writes
+                     ring in pinned memory                    graph of the key: one launch
+                                 v                            none: the same, call by call
+                          buffers (never moved) <---------------- takes the batch, padded to the
+                                                                  key's bucket; step function
 
 The step function is the host's: it enqueues everything a step does, base model and LoRA layers
 alike, on views of the buffers, for the number of tokens and of adapters that it is told. It is
-called once eagerly and once recorded per key, and its Python never runs in a replay.
+called once eagerly per number of tokens and once recorded per key (eagerly before, too, where a
+first recording fails), and its Python never runs in a replay.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from cupylora.backend import ArrayBackend
 from cupylora.checks import check_choice, check_int, check_type
-from cupylora.errors import ArgumentError, GraphError
+from cupylora.errors import ArgumentError, CupyloraError, GraphError
 from cupylora.graphs.buckets import (
     BatchKey,
     DispatchCounts,
@@ -30,7 +34,7 @@ from cupylora.graphs.buckets import (
 )
 from cupylora.graphs.buffers import SLOTS, StepBuffers, StepViews
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
-from cupylora.graphs.staging import BatchSlots, HostSlots, SlotReader, make_staging
+from cupylora.graphs.staging import BatchSlots, SlotReader, make_staging
 from cupylora.worklists import Array
 
 __all__ = ["CapturedGraph", "GraphOptions", "Step", "StepGraphs", "StepResult"]
@@ -38,6 +42,9 @@ __all__ = ["CapturedGraph", "GraphOptions", "Step", "StepGraphs", "StepResult"]
 _DROP_AFTER = 16
 """Batches by which a key must be asked for oftener than a graph was replayed to take its room: a
 capture costs about as much as so many eager steps save."""
+
+_NO_SLOTS = np.empty(0, np.int32)
+"""Of a batch of padding alone."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,7 @@ class Step:
 StepFunction = Callable[[Step], object]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step did. key: of the graph that was replayed; None: it ran eagerly, or there were
     no tokens. num_tokens: without padding. groups: as ``count_active_loras`` counts."""
 
@@ -128,7 +134,8 @@ class _Graph:
 class StepGraphs:
     """Serves steps of ``function`` over ``buffers``.
 
-    stream: in any form, where all steps go; left out: a new non-blocking one. A step and a capture
+    stream: in any form, where all steps go; it must live until the last call here, no longer. Left
+    out: a new non-blocking one. A step and a capture
     exclude one another; either may be called from any thread. lock: the owner's, if it has one.
     Raises ArgumentError for buckets larger than the buffers, GraphError for the legacy default
     stream.
@@ -158,10 +165,10 @@ class StepGraphs:
         self.buffers, self._function = buffers, function
         self.recorder = recorder or _recorder(buffers.backend, stream)
         self._reader = SlotReader(buffers.max_tokens, max_loras)
-        slots = buffers.views(buffers.max_tokens)[SLOTS]
-        self._staging = make_staging(buffers.backend, slots, self.recorder.stream)
+        self._staging = make_staging(buffers, self.recorder.stream)
         self._graphs: dict[BatchKey, _Graph] = {}
         self._asked: dict[BatchKey, int] = {}
+        self._called: set[BatchKey] = set()
         self.failures: dict[BatchKey, str] = {}
         """Keys that are not captured lazily again, and why."""
         self._lock = threading.RLock() if lock is None else lock
@@ -221,19 +228,24 @@ class StepGraphs:
                     progress(made[-1], len(missing) - index - 1)
         return tuple(made)
 
-    def release(self) -> None:
-        """Drop all graphs once their replays are over; buffers may grow again."""
+    def release(self, *, over: bool = False) -> None:
+        """Drop all graphs once their replays are over; buffers may grow again.
+
+        over: they are, as the caller knows; the stream, which may be gone, is not touched then.
+        """
         with self._lock:
-            self._wait()
+            if not over:
+                self._wait()
             for key in tuple(self._graphs):
                 self._drop(key)
             self._asked.clear()
+            self._called.clear()
             self.failures.clear()
             self.buffers.unseal()
 
     def read(self, token_to_slot: Any) -> BatchSlots:
         """Check and count a batch, as ``step`` does; valid until the next read."""
-        return self._reader.read(token_to_slot)
+        return self._reader.read(token_to_slot, self._staging.room())
 
     def step(
         self, token_to_slot: Any, *, num_reqs: int | None = None, uniform: bool = False
@@ -247,46 +259,63 @@ class StepGraphs:
         GraphError where a launch fails, and whatever the step function raises in an eager step.
         """
         with self._lock:
-            return self.run(self._reader.read(token_to_slot), num_reqs=num_reqs, uniform=uniform)
+            batch = self.read(token_to_slot)
+            tokens, groups = batch.num_tokens, batch.groups
+            key = self.run(batch, num_reqs=num_reqs, uniform=uniform)
+            return StepResult(key, tokens, groups)
 
     def run(
         self, batch: BatchSlots, *, num_reqs: int | None = None, uniform: bool = False
-    ) -> StepResult:
-        """``step`` for a batch already read. The caller keeps other steps out."""
+    ) -> BatchKey | None:
+        """``step`` for the batch read last: the key replayed, if one was. The caller keeps other
+        steps out."""
         tokens, groups = batch.num_tokens, batch.groups
         if not self.options.enabled:
             self.dispatcher.count_eager("graphs are off")
-            self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
-            return StepResult(None, tokens, groups)
+            self._eager(tokens, BatchKey(tokens, num_reqs, uniform, groups))
+            return None
         if self.options.lazy:
             ideal = self.dispatcher.ideal(tokens, groups)
             if ideal is not None and ideal not in self._graphs and self._may_capture(ideal):
-                return self._first_of(ideal, batch)
-        key = self.dispatcher.dispatch(tokens, groups, num_reqs=num_reqs, uniform=uniform)
-        if key is None:
-            self._eager(batch, BatchKey(tokens, num_reqs, uniform, groups))
-        else:
-            self._stage(batch.slots, key.num_tokens)
-            graph = self._graphs[key]
+                self._first_of(ideal, tokens)
+                return None
+        choice = self.dispatcher.choose(tokens, groups, num_reqs=num_reqs, uniform=uniform)
+        if choice is None:
+            self._eager(tokens, BatchKey(tokens, num_reqs, uniform, groups))
+            return None
+        graph: _Graph = choice.graph
+        try:
+            self._staging.publish(tokens)
             graph.recording.launch()
-            graph.replays += 1
-        return StepResult(key, tokens, groups)
+        except BaseException:
+            self._staging.withdraw()
+            raise
+        graph.replays += 1
+        return choice.key
 
-    def _stage(self, slots: HostSlots, rows: int) -> None:
-        # The copy first: it makes the device's context current in a new thread, which the driver's
-        # own functions behind it need.
-        self._staging.send(slots, rows)
-        self.buffers.pad(len(slots), rows, self.recorder.handle)
+    def _eager(self, tokens: int, key: BatchKey) -> None:
+        if tokens:
+            self._run_now(key, tokens)
 
-    def _eager(self, batch: BatchSlots, key: BatchKey) -> None:
-        if batch.num_tokens:
-            self._stage(batch.slots, key.num_tokens)
+    def _run_now(self, key: BatchKey, tokens: int) -> None:
+        """The step's calls one by one, for the ``tokens`` slots that were read."""
+        with self.recorder.active():
+            try:
+                self._staging.publish(tokens)
+                self._staging.take(key.num_tokens)
+            except BaseException:
+                self._staging.withdraw()
+                raise
             self._call(key)
+
+    def _record_calls(self, key: BatchKey) -> None:
+        """What a replay does: the next batch, and the step on it."""
+        self._staging.take(key.num_tokens)
+        self._call(key)
 
     def _call(self, key: BatchKey) -> None:
         views = self.buffers.views(key.num_tokens)
-        with self.recorder.active():
-            self._function(Step(views, key.num_active_loras, key.num_reqs, key.uniform))
+        self._function(Step(views, key.num_active_loras, key.num_reqs, key.uniform))
 
     def _may_capture(self, key: BatchKey) -> bool:
         """Whether it is worth a try: at a key's first batch, and where others may be dropped for it
@@ -300,12 +329,12 @@ class StepGraphs:
             return False
         return asked > self._graphs[self._least()].replays + _DROP_AFTER
 
-    def _first_of(self, key: BatchKey, batch: BatchSlots) -> StepResult:
+    def _first_of(self, key: BatchKey, tokens: int) -> None:
         """Run a batch as its key's graph would, eagerly, and capture that for the next one.
 
         The step is done then: a capture that fails is noted, not raised.
         """
-        self._eager(batch, key)
+        self._run_now(key, tokens)
         reason: EagerReason = "captured by it"
         try:
             if not self._record(key, drop=self._asked[key] > 1):
@@ -313,29 +342,41 @@ class StepGraphs:
         except Exception as error:
             self.failures[key], reason = str(error), "its capture failed"
         self.dispatcher.count_eager(reason)
-        return StepResult(None, batch.num_tokens, batch.groups)
 
     def _capture_key(self, key: BatchKey) -> bool:
-        """Whether there was room for a graph of ``key``, after one eager call on padding alone.
+        """Whether there was room for a graph of ``key``.
 
-        That call loads modules, makes views and measures occupancy, none of which a capture may do.
+        A call on padding alone goes before: it loads modules, makes views and measures occupancy,
+        none of which a capture may do. The keys that differ in their case alone share one, unless
+        the capture shows that there was more to do.
         """
-        self._stage(self._reader.no_slots, key.num_tokens)
-        self._call(key)
+        shape = replace(key, num_active_loras=0)
+        if self.recorder.calls_work and shape in self._called:
+            try:
+                return self._record(key, drop=False)
+            except CupyloraError:
+                self._call_on_padding(key)
+        else:
+            self._call_on_padding(key)
+            self._called.add(shape)
         return self._record(key, drop=False)
+
+    def _call_on_padding(self, key: BatchKey) -> None:
+        self.read(_NO_SLOTS)
+        self._run_now(key, 0)
 
     def _record(self, key: BatchKey, *, drop: bool) -> bool:
         """Capture what has run eagerly before. drop: others, where the budget asks for room."""
         self.buffers.seal()
         try:
-            recording = self.recorder.record(lambda: self._call(key), str(key))
+            recording = self.recorder.record(lambda: self._record_calls(key), str(key))
             if not self._fit(recording.nbytes, drop):
                 recording.destroy()
                 if recording.nbytes > (self.options.memory_budget or 0):
                     self.failures[key] = f"it takes {recording.nbytes} bytes, more than the budget"
                 return False
-            self._graphs[key] = _Graph(recording)
-            self.dispatcher.add(key)
+            graph = self._graphs[key] = _Graph(recording)
+            self.dispatcher.add(key, graph)
         finally:
             if not self._graphs:
                 self.buffers.unseal()

@@ -1,11 +1,18 @@
-"""A batch's ``token_to_slot`` on its way from host memory to the buffer that graphs read.
+"""A batch's ``token_to_slot`` on its way from host memory to the buffer that steps read.
+
+    host's array --> a place of the ring (pinned): checked, counted, published
+                          |
+                          v   the step's first kernel, part of its graph
+                     step buffers: slots, and padding behind the batch's rows
 
 In: the host's array, one slot a token. Out: what the batch holds (groups of rows, slots used), and
-one asynchronous copy, padding included, on the steps' stream.
+the buffers' first rows as the step needs them. A captured step takes its batch itself, so that one
+launch enqueues it.
 
-The copy reads pinned memory after this returned, so the memory is a ring: a place is written again
-only once its copy is over, which an event tells; else the next step's tenants would reach this
-one's rows.
+The kernel reads the ring after this returned: a place is written again only once its batch was
+taken, which the kernel says in host memory; else the next step's tenants would reach this one's
+rows. Kernel and host count batches alike, and each place carries its batch's number: a graph
+launched without a batch takes none. Where a step failed, the host takes the kernel's count.
 """
 
 from __future__ import annotations
@@ -16,38 +23,40 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cupylora.backend import ArrayBackend
+from cupylora.adapters.leases import SlotSet
 from cupylora.checks import INT32, check_array, check_int, check_max_loras
-from cupylora.errors import ArgumentError, CapacityError
+from cupylora.compiler import driver
+from cupylora.errors import ArgumentError, CapacityError, GraphError
+from cupylora.graphs.buffers import SLOTS, StepBuffers
 from cupylora.interop.convert import borrow
 from cupylora.interop.streams import as_stream
+from cupylora.ops._device import enqueue
 from cupylora.text import counted
-from cupylora.worklists import Array
 
-__all__ = ["BatchSlots", "SlotReader", "SlotStaging", "make_staging"]
+__all__ = ["BatchSlots", "SlotReader", "SlotStaging", "is_host_int32", "make_staging"]
 
-STAGING_DEPTH = 8
-"""Copies that may be under way; a step waits for the oldest where they all are."""
+STAGING_DEPTH = 32
+"""Batches that may be under way; a step waits for the oldest where they all are."""
 
 HostSlots = npt.NDArray[np.int32]
 
+_HEAD_BYTES = 16
+_THREADS = 512
+_TYPES = ("ptr", "ptr", "ptr", "ptr", "u32", "u32", "u64", "ptr", "u32")
+_NOT_READY = 600  # cudaErrorNotReady; the runtime's numbers are the driver's
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class BatchSlots:
-    """What ``token_to_slot`` says. Arrays are the reader's own, valid until it reads again.
+    """What ``token_to_slot`` says; a reader fills the same one each time.
 
-    slots: int32 [T], every negative value as -1. used: bool [max_loras]. groups: as
-    ``count_active_loras`` counts.
+    num_tokens: without padding. used: its adapters' slots. groups: as ``count_active_loras``
+    counts.
     """
 
-    slots: HostSlots
-    used: npt.NDArray[np.bool_]
+    num_tokens: int
+    used: SlotSet
     groups: int
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return len(self.slots)
 
 
 class SlotReader:
@@ -56,22 +65,21 @@ class SlotReader:
     def __init__(self, max_tokens: int, max_loras: int) -> None:
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
         self.max_loras = check_max_loras(max_loras)
-        self._slots = np.empty(max_tokens, np.int32)
         self._index = np.empty(max_tokens, np.intp)  # what indexing takes without a conversion
-        # Behind the slots a place for all numbers that are none, and last, where -1 points, one
-        # for rows of no adapter.
-        self._seen = np.zeros(max_loras + 2, np.bool_)
-        self._used = self._seen[:max_loras]
+        # Last, where -1 points, the place of rows of no adapter.
+        self._seen = np.zeros(max_loras + 1, np.bool_)
+        self._base_rows = 1 << 8 * max_loras
+        self._batch = BatchSlots(0, 0, 0)
+        self._content: bytes | None = None
 
-    @property
-    def no_slots(self) -> HostSlots:
-        """Of a batch of padding alone."""
-        return self._slots[:0]
+    def read(self, token_to_slot: Any, room: HostSlots) -> BatchSlots:
+        """What a batch holds, until the next is read; its slots go to ``room``, negative ones as
+        -1.
 
-    def read(self, token_to_slot: Any) -> BatchSlots:
-        """What a batch holds. Raises ArgumentError naming the first token whose slot does not
-        exist, or what kind of array is needed; CapacityError for more than max_tokens tokens."""
-        if not _is_host_slots(token_to_slot):
+        Raises ArgumentError naming the first token whose slot does not exist, or what kind of array
+        is needed; CapacityError for more than max_tokens tokens.
+        """
+        if not is_host_int32(token_to_slot):
             name = "token_to_slot"
             token_to_slot = borrow(name, token_to_slot, on_device=False)
             check_array(name, token_to_slot, dtype=INT32, shape=(None,), on_device=False)
@@ -80,17 +88,36 @@ class SlotReader:
             raise CapacityError(
                 f"token_to_slot has {counted(tokens, 'token')}; there is room for {self.max_tokens}"
             )
-        slots = self._slots[:tokens]
-        index = self._index[:tokens]
-        np.maximum(token_to_slot, -1, out=slots)
-        np.minimum(slots, self.max_loras, out=index)
-        seen = self._seen
+        slots = room[:tokens]
+        slots[:] = token_to_slot  # first: what is checked is what is used
+        content = slots.tobytes()
+        if content != self._content:  # in decode mostly the batch before
+            self._content = None
+            self._count(slots)
+            self._content = slots.tobytes()
+        return self._batch
+
+    def _count(self, slots: HostSlots) -> None:
+        """Note what a batch holds; negative numbers other than -1 become that."""
+        batch, tokens = self._batch, len(slots)
+        batch.num_tokens, batch.used, batch.groups = tokens, 0, 0
+        if not tokens:
+            return
+        if slots.item(slots.argmax()) >= self.max_loras:
+            self._fail(slots)
+        if slots.item(slots.argmin()) < -1:
+            np.maximum(slots, -1, out=slots)
+        seen, index = self._seen, self._index[:tokens]
+        index[:] = slots
         seen.fill(False)
         seen[index] = True
-        if seen[self.max_loras]:
-            self._fail(token_to_slot)
-        adapters = int(np.count_nonzero(self._used))
-        return BatchSlots(slots, self._used, adapters + (adapters > 0 and bool(seen[-1])))
+        found = int.from_bytes(seen.tobytes(), "little")
+        if found < self._base_rows:
+            batch.used, batch.groups = found, found.bit_count()
+        else:
+            batch.used = found - self._base_rows
+            adapters = batch.used.bit_count()
+            batch.groups = adapters + (adapters > 0)
 
     def _fail(self, slots: HostSlots) -> NoReturn:
         token = int(np.argmax(slots >= self.max_loras))
@@ -100,8 +127,9 @@ class SlotReader:
         )
 
 
-def _is_host_slots(value: Any) -> bool:
-    """What ``check_array`` would accept, told in a fraction of its time."""
+def is_host_int32(value: Any) -> bool:
+    """Whether ``check_array`` would accept it as int32 [n] of the host, told in a fraction of its
+    time."""
     return (
         type(value) is np.ndarray
         and value.ndim == 1
@@ -111,53 +139,135 @@ def _is_host_slots(value: Any) -> bool:
 
 
 class SlotStaging(Protocol):
-    """Brings slots to where steps read them."""
+    """Brings batches to where steps read them, one after another."""
 
-    def send(self, slots: HostSlots, padded: int) -> None:
-        """Enqueue: the target's first ``padded`` rows become ``slots``, then -1."""
+    def room(self) -> HostSlots:
+        """Where the next batch's slots are written; waits until it is free."""
+
+    def publish(self, tokens: int) -> None:
+        """So many slots were written; the next ``take`` that runs brings them."""
+
+    def withdraw(self) -> None:
+        """The step of what was published last failed: from the next ``room`` on it is not taken."""
+
+    def take(self, rows: int) -> None:
+        """Enqueue on the current stream: the buffers' first ``rows`` rows become the next batch's
+        slots, and padding. May be recorded, and takes a batch at each replay."""
 
 
 class _DirectStaging:
-    def __init__(self, target: Array) -> None:
-        self._target = target
+    def __init__(self, buffers: StepBuffers) -> None:
+        self._buffers = buffers
+        self._target = buffers.whole(SLOTS)
+        self._slots = np.empty(buffers.max_tokens, np.int32)
+        self._tokens: int | None = None
 
-    def send(self, slots: HostSlots, padded: int) -> None:
-        self._target[: len(slots)] = slots
-        self._target[len(slots) : padded] = -1
+    def room(self) -> HostSlots:
+        return self._slots
+
+    def publish(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def withdraw(self) -> None:
+        self._tokens = None
+
+    def take(self, rows: int) -> None:
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
+            return
+        self._target[:tokens] = self._slots[:tokens]
+        self._target[tokens:rows] = -1
+        if tokens < rows:
+            self._buffers.pad(tokens, rows)
 
 
 class _PinnedStaging:
-    def __init__(self, backend: ArrayBackend, target: Array, stream: Any, depth: int) -> None:
-        cuda = backend.xp.cuda
-        size, item = int(target.shape[0]), target.dtype.itemsize
-        self._memory = cuda.alloc_pinned_memory(depth * size * item)
-        ring = np.frombuffer(self._memory, np.int32, depth * size).reshape(depth, size)
-        self._places = list(ring)
-        self._addresses = [int(place.ctypes.data) for place in ring]
-        self._copied = [cuda.Event(disable_timing=True) for _ in range(depth)]
-        self._target, self._item, self._next = backend.address(target), item, 0
-        self._copy, self._stream = cuda.runtime.memcpyAsync, as_stream("stream", stream)
-        self._to_device = cuda.runtime.memcpyHostToDevice
+    def __init__(self, buffers: StepBuffers, stream: Any, depth: int) -> None:
+        backend = buffers.backend
+        self._backend, self._buffers, self._depth = backend, buffers, depth
+        self._stream = as_stream("stream", stream)
+        self._place_bytes = _HEAD_BYTES + -(-4 * buffers.max_tokens // 16) * 16
+        # Behind the places a word where the kernel says which batch it took.
+        memory = backend.host_buffer(depth * self._place_bytes + _HEAD_BYTES)
+        memory[:] = 0
+        places = memory[: depth * self._place_bytes].reshape(depth, self._place_bytes)
+        # Memory views are read and written in a fraction of an array's time.
+        self._heads = [place[:_HEAD_BYTES].view(np.uint64).data for place in places]
+        self._rooms = [place[_HEAD_BYTES:].view(np.int32)[: buffers.max_tokens] for place in places]
+        self._told = memory[depth * self._place_bytes :].view(np.uint64).data
+        self._number, self._in_doubt = 0, False
+        self._query = backend.xp.cuda.runtime.streamQuery
+        with self._stream:
+            self._taken = backend.zeros((1,), np.uint64)
+        self._runs, self._num_runs, self._buffers_then = None, 0, -1
+        ring = int(memory.ctypes.data)
+        told = ring + depth * self._place_bytes
+        slots = backend.address(buffers.whole(SLOTS))
+        self._addresses = (backend.address(self._taken), ring, told, slots)
 
-    def send(self, slots: HostSlots, padded: int) -> None:
-        index, tokens, stream = self._next, len(slots), self._stream
-        self._copied[index].synchronize()
-        place = self._places[index]
-        place[:tokens] = slots
-        place[tokens:padded] = -1
-        self._copy(
-            self._target, self._addresses[index], padded * self._item, self._to_device, stream.ptr
+    def room(self) -> HostSlots:
+        if self._in_doubt:
+            self._settle()
+        number = self._number + 1
+        if number - self._told[0] > self._depth:
+            self._wait_for(number - self._depth)
+        return self._rooms[number % self._depth]
+
+    def publish(self, tokens: int) -> None:
+        self._number = number = self._number + 1
+        head = self._heads[number % self._depth]
+        head[1] = tokens
+        head[0] = number
+
+    def withdraw(self) -> None:
+        self._in_doubt = True
+
+    def take(self, rows: int) -> None:
+        if self._buffers_then != self._buffers.count:
+            self._note_runs()
+        args = (
+            *self._addresses,
+            rows,
+            self._depth,
+            self._place_bytes,
+            0 if self._runs is None else self._backend.address(self._runs),
+            self._num_runs,
         )
-        self._copied[index].record(stream)
-        self._next = (index + 1) % len(self._places)
+        enqueue("step", "take_batch", _TYPES, (1,), _THREADS, args)
+
+    def _note_runs(self) -> None:
+        """Buffers are added while there is no graph, so none holds the former list's address."""
+        runs = self._buffers.pad_runs()
+        self._runs = self._backend.asarray(runs.view(np.uint8)) if len(runs) else None
+        self._num_runs, self._buffers_then = len(runs), self._buffers.count
+
+    def _settle(self) -> None:
+        """A step failed: only the kernel knows whether it took the batch."""
+        self._stream.synchronize()
+        self._number = self._told[0]
+        for head in self._heads:
+            if head[0] > self._number:
+                head[0] = 0
+        self._in_doubt = False
+
+    def _wait_for(self, number: int) -> None:
+        """Until the batch was taken; looks at the stream for failures of the device."""
+        stream = int(self._stream.ptr)
+        with driver.outside_captures():
+            status = _NOT_READY
+            while self._told[0] < number:
+                if status == 0:
+                    raise GraphError("a batch was enqueued, but no step took it")
+                status = self._query(stream)
+                if status not in (0, _NOT_READY):
+                    driver.check(status, "waiting for a step")
 
 
 def make_staging(
-    backend: ArrayBackend, target: Array, stream: Any, depth: int = STAGING_DEPTH
+    buffers: StepBuffers, stream: Any = None, depth: int = STAGING_DEPTH
 ) -> SlotStaging:
-    """For ``target``, int32 [max_tokens] of ``backend``; copies go to ``stream``, in any form."""
-    target = borrow("target", target, on_device=backend.on_device, written=True)
-    check_array("target", target, dtype=INT32, shape=(None,), on_device=backend.on_device)
-    if not backend.on_device:
-        return _DirectStaging(target)
-    return _PinnedStaging(backend, target, stream, check_int("depth", depth, 1))
+    """For the buffers' ``token_to_slot``; on a device, what takes batches runs on ``stream``, in
+    any form, which must live until the last batch was taken."""
+    if not buffers.backend.on_device:
+        return _DirectStaging(buffers)
+    return _PinnedStaging(buffers, stream, check_int("depth", depth, 1))

@@ -5,7 +5,8 @@ In: CuPy's streams, anything with ``__cuda_stream__`` (cuda.core, numba-cuda, Py
 the current one.
 
 Order is made by events alone; nothing here waits on the host. In a capture an event of a stream
-outside it would void the graph, so that is refused before it is tried.
+outside it would void the graph, so that is refused before it is tried. A stream that is not CuPy's
+own is touched inside calls and blocks that its owner makes with it, not later (``lent``).
 """
 
 from __future__ import annotations
@@ -13,47 +14,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from cupylora.compiler import driver
 from cupylora.device import require_cuda
 from cupylora.errors import ArgumentError, GraphError
+from cupylora.interop.events import put_event_back, take_event
 from cupylora.interop.layout import home_of
+from cupylora.interop.lent import Claim, block_of
 
 __all__ = [
     "as_stream",
     "dlpack_stream",
     "order_behind",
-    "put_event_back",
     "require_device",
     "stream_handle",
-    "take_event",
     "use_stream",
 ]
 
 _LEGACY, _PER_THREAD = 1, 2
 _PROTOCOL = 0
 """Version of ``__cuda_stream__``."""
-
-_events: dict[int, deque[Any]] = {}
-"""By device: events that may be recorded anew. A wait enqueued on one keeps what it waits for."""
-
-
-def take_event(device: int) -> Any:
-    """An event of a device to record; ``put_event_back`` when nobody asks it any more."""
-    import cupy
-
-    with contextlib.suppress(KeyError, IndexError):
-        return _events[device].pop()
-    with cupy.cuda.Device(device):
-        return cupy.cuda.Event(disable_timing=True)
-
-
-def put_event_back(device: int, event: Any) -> None:
-    """It may be recorded for something else now."""
-    _events.setdefault(device, deque()).append(event)
 
 
 def stream_handle(name: str, stream: Any) -> int:
@@ -126,11 +108,12 @@ def use_stream(stream: Any) -> Iterator[None]:
     """Inside, ops and layers enqueue on ``stream``, in any form, in this thread.
 
     ``with use_stream(torch.cuda.current_stream()):`` puts our work in line with PyTorch's, so that
-    neither needs to wait for the other. Raises ArgumentError for what is no stream,
+    neither needs to wait for the other. The stream must live until the block has ended, not longer;
+    destroy it once its work is over. Raises ArgumentError for what is no stream,
     DeviceUnavailableError where CUDA is not ready.
     """
     require_device()
-    with as_stream("stream", stream):
+    with block_of(as_stream("stream", stream)):
         yield
 
 
@@ -156,23 +139,34 @@ def dlpack_stream(value: Any, current: int) -> int | None:
 def order_behind(name: str, producer: Any, current: Any) -> None:
     """What is enqueued on CuPy's stream ``current`` from here on waits for what is on ``producer``.
 
-    producer: a stream in any form, which argument ``name`` was written on. Raises GraphError where
-    one of them is being captured, since the wait would void the graph.
+    producer: a stream in any form, which argument ``name`` was written on, or the claim to one that
+    may be gone. Raises GraphError where one of them is being captured, since the wait would void
+    the graph.
     """
     handle, ours = stream_handle(f"{name}.stream", producer), int(current.ptr)
     if (handle or _LEGACY) == (ours or _LEGACY):
         return
-    if driver.is_capturing(ours) or driver.is_capturing(0 if handle == _LEGACY else handle):
+    event = producer.passed() if isinstance(producer, Claim) else None
+    theirs = 0 if handle == _LEGACY or event is not None else handle
+    if driver.is_capturing(ours) or driver.is_capturing(theirs):
         raise GraphError(
             f"{name} is written on another stream (handle {handle:#x}) than the current one, and "
             "one of the two is being captured: a wait for the other would void the graph; write it "
             "on the capturing stream, or have that stream wait before the capture and give an "
             "array that names no stream"
         )
+    if event is None:
+        _wait_for_all(as_stream(name, producer), current)
+    else:
+        current.wait_event(event)
+
+
+def _wait_for_all(producer: Any, current: Any) -> None:
+    """CuPy's stream ``current`` waits for what is on CuPy's stream ``producer``."""
     import cupy
 
     device = int(cupy.cuda.runtime.getDevice())
     event = take_event(device)
-    event.record(as_stream(name, producer))
+    event.record(producer)
     current.wait_event(event)
     put_event_back(device, event)

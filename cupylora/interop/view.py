@@ -19,6 +19,7 @@ from cupylora.errors import ArgumentError
 from cupylora.interop import layout
 from cupylora.interop.export import make_capsule
 from cupylora.interop.layout import Memory
+from cupylora.interop.lent import Claim, is_lent
 from cupylora.interop.streams import as_stream, order_behind
 from cupylora.worklists import Array
 
@@ -36,8 +37,9 @@ class ArrayView:
     shape: extents. dtype: a NumPy dtype, or "bfloat16". device: "cpu", or the number of the CUDA
     device whose memory it is. strides: bytes from one element to the next of each axis; None:
     C-contiguous. writable: False refuses it as an output. stream: what writes it, in any form that
-    a stream may have (see ``use_stream``): work waits for what is enqueued there; None: the caller
-    has seen to that. owner: kept alive as long as work that was enqueued with this view.
+    a stream may have (see ``use_stream``): work waits for what is enqueued there, so it must live
+    until the view is given for the last time; None: the caller has seen to that. owner: kept alive
+    as long as work that was enqueued with this view.
 
     It exports itself by DLPack, bfloat16 included: ``jax.dlpack.from_dlpack(ArrayView.of(result))``
     works where NumPy's arrays of bfloat16 refuse.
@@ -84,7 +86,7 @@ class ArrayView:
     @classmethod
     def of(cls, array: Array) -> ArrayView:
         """A view of a NumPy or CuPy array, which it keeps; of CuPy's: written on the current
-        stream, which its importers wait for."""
+        stream, which its importers wait for (also after the end of a block of ``use_stream``)."""
         try:
             shape, strides = tuple(array.shape), tuple(array.strides)
         except AttributeError:
@@ -97,6 +99,8 @@ class ArrayView:
         import cupy
 
         at, device, stream = int(array.data.ptr), array.device.id, cupy.cuda.get_current_stream()
+        if is_lent(stream):
+            stream = Claim(stream)
         return cls(at, shape, array.dtype, device, strides, stream=stream, owner=array)
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 An op is written once for the device and bound to its twin by :func:`device_op`, which also gives it
 the twin's signature and docstring. Host arrays go to the twin, device arrays to the kernels; where
-the first argument is decides. Arrays of other libraries become views of ours on the way in, so that
-neither side sees any.
+the first argument is decides; where that is the host, but others are on a device, it is named as
+what is to be copied. Arrays of other libraries become views of ours on the way in, so that neither
+side sees any.
 """
 
 from __future__ import annotations
@@ -84,7 +85,11 @@ def device_op(
             first: Any = args[0] if args else next(iter(kwargs.values()), None)
             if hasattr(type(first), "__cuda_array_interface__") or _lives_on_device(first):
                 return device(*args, **kwargs)
-            return twin(*args, **kwargs)
+            try:
+                return twin(*args, **kwargs)
+            except ArgumentError:
+                _require_one_place(_by_name(signature, args, kwargs))
+                raise
 
         op.__module__ = device.__module__
         return op
@@ -127,11 +132,13 @@ def _call_with_foreign(
     on_device: bool | None = None,
 ) -> R:
     """Call with views of ours; an ``out`` comes back as it was given."""
-    given = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+    given = _by_name(signature, args, kwargs)
     if len(given) < len(args) + len(kwargs):
         signature.bind(*args, **kwargs)  # raises TypeError: too many, or one given twice
     if on_device is None:
         on_device = lives_on_device(*next(iter(given.items())))
+        if not on_device:
+            _require_one_place(given)
     taken = {
         name: borrow(name, value, on_device=on_device, written=name in written)
         for name, value in given.items()
@@ -141,6 +148,38 @@ def _call_with_foreign(
     result = function(**taken)
     out = given.get("out")
     return result if out is None or taken["out"] is out else out
+
+
+def _by_name(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+
+
+def _require_one_place(given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where the first argument is on the host, and another on a device: who has
+    arrays there means to work there."""
+    first = next(iter(given), "")
+    for name, value in given.items():
+        there = _device_part(name, value)
+        if there and name == first:
+            return
+        if there:
+            raise ArgumentError(
+                f"{first} is in host memory, but {there} is on a device; copy {first} to the "
+                "device first (cupy.asarray), or give all arrays in host memory"
+            )
+
+
+def _device_part(name: str, value: Any) -> str:
+    """The name of an array on a device in an argument; empty where there is none."""
+    if isinstance(value, ArrayBundle):
+        parts = [(f"{name}.{field}", part) for field, part in vars(value).items()]
+    elif isinstance(value, list | tuple):
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    else:
+        return name if lives_on_device(name, value) else ""
+    return next(filter(None, (_device_part(*part) for part in parts)), "")
 
 
 def output(name: str, out: Any, shape: tuple[int, ...], dtype: Any, *, zero: bool = False) -> Array:

@@ -6,6 +6,7 @@ arguments in the order that the kernels share.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,6 +156,11 @@ def lora_inputs(
 
 def pack_slices(slices: Sequence[LoraSlice], block_columns: int) -> tuple[bytes, int]:
     """SliceColumns of lora/slot_entry.cuh, and the column blocks of all slices together."""
+    return _packed_slices(tuple(slices), block_columns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _packed_slices(slices: tuple[LoraSlice, ...], block_columns: int) -> tuple[bytes, int]:
     padding = [0] * (MAX_SLICES - len(slices))
     starts = [0]
     for part in slices:

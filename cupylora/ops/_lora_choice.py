@@ -15,6 +15,7 @@ The rule, measured on an H200 (4.3 TB/s):
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -111,6 +112,7 @@ def k_ranges(in_features: int) -> int:
     return min(_MOST_RANGES, 1 << (max(1, in_features // _RANGE_FEATURES).bit_length() - 1))
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(work: Workload, *, kernel: Choice, hopper: bool) -> KernelName:
     """The kernel for ``work``; a ``kernel`` other than "auto" asks for that one.
 

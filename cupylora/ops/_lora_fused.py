@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from cupylora.dtypes import dtype_name
@@ -70,15 +71,9 @@ def run_fused(
 ) -> None:
     """Enqueue the delta; ``shape`` overrides the one that the sizes ask for."""
     dtype = dtype_name(y.dtype)
-    if kernel == "cluster":
-        shape = shape or _cluster_shape(current_device(), work, dtype)
-        smem = _cluster_bytes(work, shape)
-        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
-    else:
-        shape = shape or _ring_shape(current_device(), work, dtype)
-        stages, smem = _ring_room(work, shape.cluster)
-        threads = _RING_THREADS
-        name = f"{_rank_tiles(work)}_{work.tile_rows}"
+    device = None if shape else current_device()
+    made = _settings(device, work, dtype, kernel, shape)
+    shape = made.shape
     packed, _ = pack_slices(slices, shape.cluster * shape.cta_columns)
     routing = inputs.routing
     record = _PACK.pack(
@@ -106,21 +101,64 @@ def run_fused(
         int(vector_aligned(inputs.x)),
         _y_access(y, slices),
         int(inputs.plan_settled),
-        stages,
-        _chain_floats(work),
-        int(_rank_tiles(work)) * _RANK_TILE,
+        made.stages,
+        made.chain_floats,
+        made.ranks,
         packed,
     )
     enqueue(
-        f"lora_{kernel}_{dtype}",
-        name,
+        made.program,
+        made.kernel,
         _ARGUMENTS,
         (shape.clusters * shape.cluster,),
-        threads,
+        made.threads,
         (record,),
-        smem,
+        made.smem,
         dependent=True,
         cluster=(shape.cluster, 1, 1),
+    )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a launch takes beside addresses, of one call's sizes."""
+
+    program: str
+    kernel: str
+    shape: FusedShape
+    threads: int
+    smem: int
+    stages: int
+    chain_floats: int
+    ranks: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _settings(
+    device: int | None,  # noqa: ARG001 - a key of the cache: devices differ in size
+    work: Workload,
+    dtype: str,
+    kernel: Literal["cluster", "ring"],
+    shape: FusedShape | None,
+) -> _Settings:
+    if kernel == "cluster":
+        shape = shape or _cluster_shape(work, dtype)
+        smem = _cluster_bytes(work, shape)
+        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
+    else:
+        shape = shape or _ring_shape(work, dtype)
+        stages, smem = _ring_room(work, shape.cluster)
+        threads = _RING_THREADS
+        name = f"{_rank_tiles(work)}_{work.tile_rows}"
+    return _Settings(
+        program=f"lora_{kernel}_{dtype}",
+        kernel=name,
+        shape=shape,
+        threads=threads,
+        smem=smem,
+        stages=stages,
+        chain_floats=_chain_floats(work),
+        ranks=int(_rank_tiles(work)) * _RANK_TILE,
     )
 
 
@@ -141,12 +179,7 @@ def _y_access(y: Array, slices: Sequence[LoraSlice]) -> int:
     return _Y_PAIR if pairs else _Y_ELEMENT
 
 
-@functools.lru_cache(maxsize=4096)
-def _cluster_shape(
-    device: int,  # noqa: ARG001 - a key of the cache: devices differ in size
-    work: Workload,
-    dtype: str,
-) -> FusedShape:
+def _cluster_shape(work: Workload, dtype: str) -> FusedShape:
     kernel = f"{_rank_tiles(work)}_1"
     blocks = resident_blocks(f"lora_cluster_{dtype}", kernel, _CLUSTER_THREADS)
     return cluster_shape(work, blocks)
@@ -166,12 +199,7 @@ def _cluster_kernel(work: Workload, cluster: int) -> str:
     return f"{tiles}_{1 if steps == 1 or tiles != '1' else 2}"
 
 
-@functools.lru_cache(maxsize=4096)
-def _ring_shape(
-    device: int,  # noqa: ARG001 - a key of the cache, as in _cluster_shape
-    work: Workload,
-    dtype: str,
-) -> FusedShape:
+def _ring_shape(work: Workload, dtype: str) -> FusedShape:
     name = f"{_rank_tiles(work)}_{work.tile_rows}"
     found = {}
     for size in (1, 2, 4, 8):

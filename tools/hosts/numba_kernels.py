@@ -8,7 +8,8 @@ numba's, so that nobody waits for anybody. Without it our stream would wait for 
 theirs (``device_array(..., stream=stream)``); an array that names none is taken as it is, and the
 order is yours to see to. numba has no bfloat16, so this is float16.
 
-CUDA only, where numba-cuda is installed beside CuPy: ``python tools/hosts/numba_cuda.py``.
+CUDA only, where numba-cuda is installed beside CuPy: ``python tools/hosts/numba_kernels.py``.
+Python would take a file named ``numba_cuda.py`` for the package by which numba finds CUDA.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from typing import Any
 
 import numpy as np
 from cupy_alone import add_deltas
-from numba import cuda
 
 from cupylora import open_backend, use_stream
+
+try:
+    from numba import cuda
+except ImportError as error:
+    raise ImportError(
+        "this host needs numba-cuda beside CuPy: pip install 'numba-cuda[cu13]' (or [cu12])"
+    ) from error
 
 TOKENS, WIDTH_IN, WIDTH_OUT = 4, 64, 128
 
@@ -47,6 +54,8 @@ def step(stream: Any) -> Any:
 
 def main() -> None:
     """Show that tokens of no adapter keep their values."""
+    if not cuda.is_available():
+        raise SystemExit("numba finds no CUDA device, or no NVVM to compile with: see numba -s")
     stream = cuda.stream()
     print(step(stream).copy_to_host(stream=stream)[:, :4])
 
