@@ -1,13 +1,12 @@
 // Segmented expand of large batches, ranks up to 16 · KS: the update of lora/expand.cu, bit for
-// bit, at the rate of the memory. One work item a warp: (row tile of up to 64 rows, slice, 64 · CB
-// columns), taken 8 rows at a time. Warps share nothing and never wait for each other.
+// bit, at the rate of the memory. One work item a warp: (row tile, slice, 128 / KS columns), taken
+// 8 rows at a time. Warps share nothing and never wait for each other.
 //
 // In: h of the shrink ahead, the same tiles and slot entries, y. Out: y of the tiles' rows; no
 // other byte of y is written, so rows of no adapter keep their bits.
 //
-// Many warps keep the memory busy, each with the y and h of its next rows under way while it works
-// on these, and with the next item's lists under way while it works on this one. B of an item stays
-// in registers.
+// Many warps with few registers keep the memory busy, not much in flight in each: y of the next
+// rows is asked for when these are done. B of an item stays in registers.
 //
 // The shrink waits for all work before it, so only h may still be missing when this kernel starts:
 // lists, y and B are fetched ahead of the wait.
@@ -19,53 +18,8 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kRows = 8;  // that a warp takes at a time
 
-#ifndef DIRECT_BLOCKS
-#define DIRECT_BLOCKS 4
-#endif
-#ifndef DIRECT_FULL
-#define DIRECT_FULL 0
-#endif
-#ifndef DIRECT_STEP
-#define DIRECT_STEP 0
-#endif
-
-// Four neighbouring ranks of a column of B, beside the fast path: few registers.
-__device__ __noinline__ uint2 gather4(const u8* address, i32 ranks) {
-  u64 bits = 0;
-  const i32 end = min_int(ranks, 4);
-#pragma unroll 1
-  for (i32 e = 0; e < end; ++e) {
-    bits |= static_cast<u64>(reinterpret_cast<const u16*>(address)[e]) << (16 * e);
-  }
-  return make_uint2(static_cast<u32>(bits), static_cast<u32>(bits >> 32));
-}
-
-// One rank step of this lane's 8 columns of B: the products' weight operands.
-struct Weights {
-  Quad quad[kMTiles];
-
-  // `ranks` and `columns` are those that are left.
-  __device__ __forceinline__ void load(const u8* address, i64 pitch, i32 columns, i32 ranks,
-                                       bool vector, u32 zero) {
-    uint2 column[2 * kMTiles];
-    if (vector) {
-#pragma unroll
-      for (int c = 0; c < 2 * kMTiles; ++c, address += pitch) {
-        column[c] = load_b4(address, c < columns ? ranks : 0, true);
-      }
-    } else {
-#pragma unroll
-      for (int c = 0; c < 2 * kMTiles; ++c, address += pitch) {
-        column[c] = gather4(address, c < columns ? ranks : 0);
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) quad[m] = Quad(column[2 * m], column[2 * m + 1], zero);
-  }
-};
-
-// Ranks 4t .. 4t + 3 of every step of a token, at `address` if there are any, as they lie. Up to four
-// splits, which the host gives large batches at most, are loaded all at once.
+// Ranks 4t .. 4t + 3 of every step of a token, at `address` if there are any, as they lie. Up to
+// four splits, which the host gives large batches at most, are loaded all at once.
 template <int KS>
 __device__ __forceinline__ void load_hidden(float4 (&h)[KS], const float* address, i32 ranks,
                                             const ExpandArgs& args) {
@@ -93,13 +47,6 @@ template <typename T, int KS>
 __device__ __forceinline__ i32 hidden_terms(Terms (&terms)[KS], const float4 (&h)[KS], i32 rank) {
   const i32 first = 4 * (threadIdx.x & 3);
   i32 exponent = 0;
-#if DIRECT_FULL
-  if (rank == KS * kRankStep && !IsFp16<T>::value) {
-#pragma unroll
-    for (int k = 0; k < KS; ++k) terms[k] = split_terms<T>(h[k], 1.f);
-    return 0;
-  }
-#endif
   if (IsFp16<T>::value) {
     float row_max = 0.f;
 #pragma unroll
@@ -140,8 +87,9 @@ __device__ __forceinline__ void load_y(uint4 (&before)[2][CB], T* y, const Expan
 
 }  // namespace
 
-template <typename T, int CB, int KS>
-__global__ void __launch_bounds__(kThreads, DIRECT_BLOCKS) lora_expand_direct(ExpandArgs args) {
+template <typename T, int KS>
+__global__ void __launch_bounds__(kThreads, 4) lora_expand_direct(ExpandArgs args) {
+  constexpr int CB = 2 / KS;
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const SliceColumns& slices = args.slices;
   const u32 per_tile = slices.first_block[args.num_slices];
@@ -161,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, DIRECT_BLOCKS) lora_expand_direct(Ex
     const i32 columns = slices.out_features[slice] - column;  // valid ones from this lane's on
     const i32 piece_columns = args.y_vector ? columns : 0;
     const i32 stride = slices.y_stride[slice];
-    T* const y = reinterpret_cast<T*>(args.y) + slices.y_column[slice] +
-                 static_cast<i64>(column) * stride;
+    T* const y =
+        reinterpret_cast<T*>(args.y) + slices.y_column[slice] + static_cast<i64>(column) * stride;
     uint4 before[2][CB];
     load_y<T>(before, y, args, found, 0, rows, piece_columns);
 

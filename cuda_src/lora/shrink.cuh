@@ -25,7 +25,7 @@ struct __align__(8) ShrinkArgs {
   i32 rank_groups;  // that an adapter of max_rank in all slices has
   i32 splits;       // of K, over CTAs: a power of two, at most the ranges
   i32 parts;        // of a tile's rows, over CTAs
-  i32 place_bytes;  // stream: shared memory for a warp's sums
+  i32 sum_bytes;    // stream: shared memory for a warp's sums
   i32 x_vector;     // rows of x start on 16-byte boundaries
   i32 plan_settled;
 

@@ -22,19 +22,14 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kCopyRows = 4;  // lines of 128 bytes that a warp copies at a time
 constexpr i32 kNoRank = 1 << 30;
 
-#ifndef SHRINK_SLOTS
-#define SHRINK_SLOTS 2
-#endif
-#ifndef SHRINK_BLOCKS
-#define SHRINK_BLOCKS 2
-#endif
-// R: rows of a part.
+// R: rows of a part. Two slots a warp: more, or more rows, leave room for fewer warps, and it is by
+// their number that the memory is kept busy.
 template <int MT, int R>
 struct StreamShape {
   static constexpr int kRows = R;
   static constexpr int kNT = kRows / 8;
   static constexpr int kTiles = MT * kNT;
-  static constexpr int kSlots = SHRINK_SLOTS;
+  static constexpr int kSlots = 2;
   static constexpr u32 kXBytes = kRows * kChunkBytes;
   static constexpr u32 kSlotBytes = kXBytes + MT * kRankTile * kChunkBytes;
   static constexpr u32 kLevelBytes = kTiles * kWarp * 16;
@@ -383,7 +378,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[StreamShape<MT, R>::
 // A warp's share of an item's sums, from its slots.
 template <typename T, int MT, int R>
 __device__ __forceinline__ void sum_share(float (&sum)[StreamShape<MT, R>::kTiles][4],
-                                          Slots<MT, R>& slots, const RangeShare& share, u32 levels) {
+                                          Slots<MT, R>& slots, const RangeShare& share,
+                                          u32 levels) {
   constexpr int kTiles = StreamShape<MT, R>::kTiles;
   const Tree<kTiles> tree{levels + threadIdx.x % kWarp * 16, 31 - __clz(share.count)};
   for (i32 leaf = 0; leaf < share.count; ++leaf) {
@@ -409,7 +405,8 @@ __device__ __forceinline__ void sum_share(float (&sum)[StreamShape<MT, R>::kTile
 
 // A warp's sums to where the others find them.
 template <int MT, int R>
-__device__ __forceinline__ void publish(u32 place, const float (&sum)[StreamShape<MT, R>::kTiles][4],
+__device__ __forceinline__ void publish(u32 place,
+                                        const float (&sum)[StreamShape<MT, R>::kTiles][4],
                                         i32 rows) {
   using Shape = StreamShape<MT, R>;
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
@@ -419,9 +416,9 @@ __device__ __forceinline__ void publish(u32 place, const float (&sum)[StreamShap
 #pragma unroll
     for (int i = 0; i < MT * 4; ++i) {
       const int m = i / 4, half = i / 2 % 2, j = i % 2;
-      store4_shared(place + (nt * 8 + 2 * t + j) * Shape::kSumPitch +
-                        (m * kRankTile + half * 8 + g) * 4,
-                    __float_as_uint(sum[m * Shape::kNT + nt][half * 2 + j]));
+      store4_shared(
+          place + (nt * 8 + 2 * t + j) * Shape::kSumPitch + (m * kRankTile + half * 8 + g) * 4,
+          __float_as_uint(sum[m * Shape::kNT + nt][half * 2 + j]));
     }
   }
 }
@@ -437,8 +434,7 @@ __device__ __forceinline__ void store_sums(const ShrinkArgs& args, const Work& w
   const RankPlace place(args, factors, work.item.group * MT * kRankTile + rank);
   for (i32 n = threadIdx.x / kLanes; n < rows; n += kThreads / kLanes) {
     const auto share = [&](i32 warp) {
-      const uint4 v =
-          load16_shared(places + warp * place_bytes + n * Shape::kSumPitch + rank * 4);
+      const uint4 v = load16_shared(places + warp * place_bytes + n * Shape::kSumPitch + rank * 4);
       return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                          __uint_as_float(v.w));
     };
@@ -453,14 +449,15 @@ __device__ __forceinline__ void store_sums(const ShrinkArgs& args, const Work& w
 }  // namespace
 
 template <typename T, int MT, int R>
-__global__ void __launch_bounds__(kThreads, SHRINK_BLOCKS) lora_shrink_stream(ShrinkArgs args) {
+__global__ void __launch_bounds__(kThreads, 2) lora_shrink_stream(ShrinkArgs args) {
   using Shape = StreamShape<MT, R>;
   // Each warp's slots; then for each warp its tree's levels, which its sums replace.
   extern __shared__ __align__(128) u8 memory[];
   const i32 warp = threadIdx.x / kWarp;
   const KOrder order(args.in_features);
-  const u32 base = shared_address(memory), places = base + kWarps * Shape::kSlots * Shape::kSlotBytes;
-  const u32 place_bytes = args.place_bytes;
+  const u32 base = shared_address(memory),
+            places = base + kWarps * Shape::kSlots * Shape::kSlotBytes;
+  const u32 place_bytes = args.sum_bytes;
   if (!args.plan_settled) wait_for_predecessor();
   const u32 items = static_cast<u32>(ShrinkItem::count(args));
   Slots<MT, R> slots(args, order, items, base + warp * Shape::kSlots * Shape::kSlotBytes);

@@ -28,8 +28,8 @@ __device__ __forceinline__ void mma_16816<Fp16>(float (&d)[4], u32 a0, u32 a1, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The A of one product as its instruction wants it, in four neighbouring registers: rows g (top) and
-// g + 8 (bottom) at k 2t .. 2t + 1, then at 2t + 8 .. 2t + 9.
+// The A of one product as its instruction wants it, in four neighbouring registers: rows g (top)
+// and g + 8 (bottom) at k 2t .. 2t + 1, then at 2t + 8 .. 2t + 9.
 //
 // `zero` is 0, but must not be known to the compiler: it moves values of wide loads, which have
 // neighbours of their own, anew for each product that takes them; results of an operation it places
