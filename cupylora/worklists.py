@@ -111,6 +111,7 @@ TILE_ROWS = (8, 16, 32, 64)
 TILE_CHOICES = (
     (33, 512, 2048, 16, 64),
     (33, 512, 512, 16, 32),
+    (1, 32, 2048, 24, 32),
     (1, 32, 1024, 8, 16),
 )
 """Least and most max_rank, least rows, least rows a group -> rows of a tile; the first that holds

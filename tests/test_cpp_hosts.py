@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Sizes, tuple[int, int], set[str]]] = {
     "prefill elsewhere": (
         Sizes(260, tile_rows=64),
         (12, 0),
-        {"lora_shrink_stream_bfloat16/2", "lora_expand_stream_bfloat16/1"},
+        {"lora_shrink_stream_bfloat16/2_32", "lora_expand_direct_bfloat16/1"},
     ),
 }
 

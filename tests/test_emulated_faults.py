@@ -45,7 +45,9 @@ def _programs(*names: str, of: str = "") -> tuple[KernelProgram, ...]:
 CLUSTER = _programs("lora_cluster_bfloat16")
 RING = _programs("lora_ring_bfloat16", of=f"_{TILE_ROWS}")
 SHRINK = _programs("lora_shrink_bfloat16", of=f"_{TILE_ROWS}")
-STREAMS = _programs("lora_shrink_stream_bfloat16", "lora_expand_stream_bfloat16")
+STREAMS = _programs(
+    "lora_shrink_stream_bfloat16", "lora_expand_direct_bfloat16", "lora_expand_stream_bfloat16"
+)
 
 
 def _delta(kernel: str, first: int = 100) -> Callable[[Device], None]:

@@ -34,7 +34,10 @@ PROGRAMS = (
     "lora_f32",
     *(
         f"lora_{kind}_{dtype}"
-        for kind in ("cluster", "ring", "shrink", "expand", "shrink_stream", "expand_stream")
+        for kind in (
+            *("cluster", "ring", "shrink", "expand"),
+            *("shrink_stream", "expand_direct", "expand_stream"),
+        )
         for dtype in DTYPES
     ),
 )

@@ -53,8 +53,8 @@ def test_the_workspace_is_enough_for_every_smaller_batch(
         (8, 128, 2048, 8),
         (1024, 128, 2048, 1),  # a tile an expert at least
         (512, 1, 4096, 4),
-        (4096, 1, 4096, 2),
-        (8192, 1, 4096, 1),
+        (2048, 1, 4096, 2),
+        (4096, 1, 4096, 1),
         (32768, 128, 768, 1),
     ],
 )
@@ -65,18 +65,24 @@ def test_k_is_split_only_where_there_is_little_work(
     assert layout.splits == splits
 
 
-@pytest.mark.parametrize("room", [(227, 228), (163, 164), (99, 100)])
-@pytest.mark.parametrize("ranges", [1, 2, 16])
+@pytest.mark.parametrize("ranges", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
 @pytest.mark.parametrize("tiles", [1, 2, 4])
-def test_the_ring_fits_every_device(
-    tiles: int, ranges: int, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_two_blocks_of_the_stream_shrink_fit_a_large_device(
+    tiles: int, rows: int, ranges: int
 ) -> None:
+    part = _lora_pair._stream_part(tiles, rows)
+    sums, smem = _lora_pair._shrink_room(tiles, part, ranges)
+    assert part in (16, 32)
+    assert part * tiles <= 64
+    assert sums % 16 == 0
+    assert smem <= 228 * 1024 // 2 - 2 * 1024
+
+
+@pytest.mark.parametrize("room", [(227, 228), (163, 164), (99, 100)])
+def test_the_ring_fits_every_device(room: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     per_block, per_sm = (1024 * kib for kib in room)
     monkeypatch.setattr(_lora_pair, "shared_memory", lambda: (per_block, per_sm))
-    slots, smem = _lora_pair._shrink_ring(tiles, ranges)
-    assert 1 <= slots <= 16
-    assert smem <= per_block - 1024
-    for b_bytes in (8192, 16384):
-        slots = _lora_pair._ring_slots(16384 + b_bytes, 0, 4)
-        assert 3 <= slots <= 4
-        assert slots * (16384 + b_bytes) <= per_block - 1024
+    slots = _lora_pair._ring_slots(32768, 0, 4)
+    assert 3 <= slots <= 4
+    assert slots * 32768 <= per_block - 1024

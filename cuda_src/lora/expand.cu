@@ -15,37 +15,6 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 
-// One rank step of this lane's 8 columns of B: the products' weight operands.
-struct Weights {
-  uint2 pair[kMTiles][2];
-
-  // `ranks` and `columns` are those that are left.
-  __device__ __forceinline__ void load(const u8* address, i64 pitch, i32 columns, i32 ranks,
-                                       bool vector) {
-    if (vector) {
-#pragma unroll
-      for (int c = 0; c < 2 * kMTiles; ++c, address += pitch) {
-        pair[c / 2][c & 1] = load_b4(address, c < columns ? ranks : 0, true);
-      }
-    } else {
-#pragma unroll
-      for (int c = 0; c < 2 * kMTiles; ++c, address += pitch) {
-        pair[c / 2][c & 1] = gather(address, c < columns ? ranks : 0);
-      }
-    }
-  }
-  // Beside the fast path: few registers.
-  static __device__ __forceinline__ uint2 gather(const u8* address, i32 ranks) {
-    u64 bits = 0;
-    const i32 end = min_int(ranks, 4);
-#pragma unroll 1
-    for (i32 e = 0; e < end; ++e) {
-      bits |= static_cast<u64>(reinterpret_cast<const u16*>(address)[e]) << (16 * e);
-    }
-    return make_uint2(static_cast<u32>(bits), static_cast<u32>(bits >> 32));
-  }
-};
-
 }  // namespace
 
 template <typename T, int NT>
@@ -107,7 +76,8 @@ __global__ void __launch_bounds__(kThreads, 3) lora_expand(ExpandArgs args) {
       }
       // B of a step is fetched before its h is waited for.
       Weights weights;
-      weights.load(b + column * pitch + 8 * t, pitch, columns, rank - 4 * t, b_vector);
+      weights.load(b + column * pitch + 8 * t, pitch, columns, rank - 4 * t, b_vector,
+                   unknown_zero());
       wait();
       if (IsFp16<T>::value && column0 == first) {
 #pragma unroll
@@ -135,11 +105,14 @@ __global__ void __launch_bounds__(kThreads, 3) lora_expand(ExpandArgs args) {
 #pragma unroll
           for (int i = 0; i < NT * kMTiles; ++i) {
             const int mt = i % kMTiles, nt = i / kMTiles;
-            multiply_terms<T>(acc[nt][mt], weights.pair[mt][0], weights.pair[mt][1], terms[s][nt]);
+            const Terms& h = terms[s][nt];
+            mma_16816<T>(acc[nt][mt], weights.quad[mt], h.hi.x, h.hi.y);
+            mma_16816<T>(acc[nt][mt], weights.quad[mt], h.lo.x, h.lo.y);
           }
           const i32 next = base + (s + 1) * kRankStep + 4 * t;
           if (next - 4 * t >= rank) break;
-          weights.load(b + column * pitch + next * 2, pitch, columns, rank - next, b_vector);
+          weights.load(b + column * pitch + next * 2, pitch, columns, rank - next, b_vector,
+                       unknown_zero());
         }
       }
       float scale[2 * NT];

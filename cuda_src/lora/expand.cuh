@@ -92,6 +92,41 @@ __device__ __forceinline__ float max_of_token(float v) {
   return fmaxf(v, __shfl_xor_sync(kFullMask, v, 2));
 }
 
+// Four neighbouring ranks of a column of B, beside the fast path: few registers.
+__device__ __noinline__ uint2 gather4(const u8* address, i32 ranks) {
+  u64 bits = 0;
+  const i32 end = min_int(ranks, 4);
+#pragma unroll 1
+  for (i32 e = 0; e < end; ++e) {
+    bits |= static_cast<u64>(reinterpret_cast<const u16*>(address)[e]) << (16 * e);
+  }
+  return make_uint2(static_cast<u32>(bits), static_cast<u32>(bits >> 32));
+}
+
+// One rank step of this lane's 8 columns of B: the products' weight operands.
+struct Weights {
+  Quad quad[kMTiles];
+
+  // `ranks` and `columns` are those that are left.
+  __device__ __forceinline__ void load(const u8* address, i64 pitch, i32 columns, i32 ranks,
+                                       bool vector, u32 zero) {
+    uint2 column[2 * kMTiles];
+    if (vector) {
+#pragma unroll
+      for (int c = 0; c < 2 * kMTiles; ++c, address += pitch) {
+        column[c] = load_b4(address, c < columns ? ranks : 0, true);
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < 2 * kMTiles; ++c, address += pitch) {
+        column[c] = gather4(address, c < columns ? ranks : 0);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) quad[m] = Quad(column[2 * m], column[2 * m + 1], zero);
+  }
+};
+
 // What multiplies the products of tokens 2t (0) and 2t + 1 (1): the adapter's scale, and back from
 // the exponent by which fp16 scaled the token, which the lanes of its g hold.
 template <typename T>

@@ -194,14 +194,18 @@ __device__ __forceinline__ void copy_y(const ExpandArgs& args, const Runs& runs,
 
 // One rank step of a lane's 8 columns of B.
 struct Weights {
-  uint2 pair[kMTiles][2];
+  Quad quad[kMTiles];
 
   // `step`: the address of this lane's ranks in it; `turn` as in b_place.
   __device__ __forceinline__ void load(u32 step, u32 turn) {
+    uint2 column[2 * kMTiles];
 #pragma unroll
     for (int c = 0; c < 2 * kMTiles; ++c) {
-      const u32 column = (c & 4) + ((c & 3) ^ turn);
-      pair[c / 2][c & 1] = load8_shared(step + column * (kRankStep * 2));
+      column[c] = load8_shared(step + ((c & 4) + ((c & 3) ^ turn)) * (kRankStep * 2));
+    }
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      quad[m] = Quad(column[2 * m], column[2 * m + 1], unknown_zero());
     }
   }
 };
@@ -282,7 +286,12 @@ __device__ __forceinline__ void add_delta(const ExpandArgs& args, const Runs& ru
 #pragma unroll
           for (int i = 0; i < kMTiles * kNT; ++i) {
             const int mt = i / kNT, nt = i % kNT;
-            multiply_terms<T>(acc[nt][mt], weights.pair[mt][0], weights.pair[mt][1], terms[nt][k]);
+            mma_16816<T>(acc[nt][mt], weights.quad[mt], terms[nt][k].hi.x, terms[nt][k].hi.y);
+          }
+#pragma unroll
+          for (int i = 0; i < kMTiles * kNT; ++i) {
+            const int mt = i / kNT, nt = i % kNT;
+            mma_16816<T>(acc[nt][mt], weights.quad[mt], terms[nt][k].lo.x, terms[nt][k].lo.y);
           }
         }
         const u32 before = slot + (block * s.row_groups + group) * kWarpBytes + lane * kPieceBytes;

@@ -25,7 +25,7 @@ struct __align__(8) ShrinkArgs {
   i32 rank_groups;  // that an adapter of max_rank in all slices has
   i32 splits;       // of K, over CTAs: a power of two, at most the ranges
   i32 parts;        // of a tile's rows, over CTAs
-  i32 slots;        // of the ring
+  i32 sum_bytes;    // stream: shared memory for a warp's sums
   i32 x_vector;     // rows of x start on 16-byte boundaries
   i32 plan_settled;
 
@@ -40,6 +40,7 @@ struct ShrinkItem {
   const TileRecord* record;
   i32 part, group, split;
 
+  ShrinkItem() = default;
   static __device__ __forceinline__ i64 count(const ShrinkArgs& args) {
     return static_cast<i64>(*args.tile_count) * args.parts * args.rank_groups * args.splits;
   }
@@ -63,6 +64,7 @@ struct SliceFactors {
   i32 rank;  // 0 beyond the slices
   i32 packed;
 
+  SliceFactors() = default;
   __device__ __forceinline__ SliceFactors(const ShrinkArgs& args, const Tile& tile) {
     const i32 slice = threadIdx.x % kWarp;
     SlotEntry entry = {};

@@ -6,6 +6,8 @@
 struct TileRows {
   i32 low, high;
 
+  TileRows() = default;
+
   __device__ __forceinline__ TileRows(const RowMap& map, const TileRecord& record, const Tile& tile,
                                       i32 by) {
     const i32 lane = threadIdx.x % kWarp;

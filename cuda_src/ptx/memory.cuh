@@ -39,6 +39,24 @@ __device__ __forceinline__ uint4 load16_rw_if(const void* address, bool valid) {
   return v;
 }
 
+// The same of what is used once: not kept in the L1.
+__device__ __forceinline__ uint4 load16_once_if(const void* address, bool valid) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "mov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n"
+      "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(address), "r"(static_cast<u32>(valid)));
+  return v;
+}
+
 __device__ __forceinline__ u32 load4_rw_if(const void* address, bool valid) {
   u32 v;
   asm volatile(

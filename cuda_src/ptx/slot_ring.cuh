@@ -114,6 +114,9 @@ __device__ __forceinline__ uint2 load8_shared(u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
+__device__ __forceinline__ void store4_shared(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(address), "r"(v) : "memory");
+}
 __device__ __forceinline__ void store16_shared(u32 address, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)

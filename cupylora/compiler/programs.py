@@ -93,7 +93,7 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         ),
     ),
     # The pair: shrink by rank tiles of 16 that go together and rows of a tile's part, expand by the
-    # latter; for large batches shrink by rank tiles, expand by rank steps of 16.
+    # latter, for large batches by rank steps of 16.
     *(
         KernelProgram(
             name=f"lora_shrink_{dtype}",
@@ -118,12 +118,32 @@ PROGRAMS: tuple[KernelProgram, ...] = (
     ),
     *(
         KernelProgram(
-            name=f"lora_{half}_stream_{dtype}",
-            source=f"lora/{half}_stream.cu",
-            kernels=instances(f"lora_{half}_stream<{cpp}, {{tiles}}>", tiles=(1, 2, 4)),
+            name=f"lora_shrink_stream_{dtype}",
+            source="lora/shrink_stream.cu",
+            kernels={
+                f"{ranks}_{rows}": f"lora_shrink_stream<{cpp}, {ranks}, {rows}>"
+                for ranks, rows in ((1, 16), (1, 32), (2, 16), (2, 32), (4, 16))
+            },
             matrix=True,
         )
-        for half in ("shrink", "expand")
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    *(
+        KernelProgram(
+            name=f"lora_expand_direct_{dtype}",
+            source="lora/expand_direct.cu",
+            kernels=instances(f"lora_expand_direct<{cpp}, {{steps}}>", steps=(1, 2)),
+            matrix=True,
+        )
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    *(
+        KernelProgram(
+            name=f"lora_expand_stream_{dtype}",
+            source="lora/expand_stream.cu",
+            kernels=instances(f"lora_expand_stream<{cpp}, {{steps}}>", steps=(4,)),
+            matrix=True,
+        )
         for dtype, cpp in _MATRIX_DTYPES.items()
     ),
     # The fused delta: by rank tiles of 16, and cluster by chunks in

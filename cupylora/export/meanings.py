@@ -133,6 +133,7 @@ MEANINGS: Mapping[str, str] = {
     "stages": "of the ring in shared memory",
     "start_expert": "global id of the first local expert",
     "status": "4-byte word whose bytes kernels set to 1 for faults, or null",
+    "sum_bytes": "shared memory for a warp's sums",
     "sum_ranks": "ranks that an incoming sum has room for",
     "summaries": "what each block counts, scratch",
     "table": "slot-table records of 48 bytes [modules, max_loras]",

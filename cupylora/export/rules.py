@@ -140,9 +140,9 @@ RULES: Mapping[str, Rule] = {
         max_rank="512",
     ),
     "lora_shrink_stream": Rule(
-        "min(tile_capacity * rank_groups * splits, resident)",
-        "192",
-        "slots * (8192 + t0 * 2048) + log2(k_ranges(in_features) // splits) * t0 * 4096",
+        "min(tile_capacity * rank_groups * splits * parts, resident)",
+        "128",
+        "4 * (2 * (t1 + t0 * 16) * 128 + sum_bytes)",
         dependent=True,
         workspace=_H,
         max_rank="512",
@@ -152,6 +152,12 @@ RULES: Mapping[str, Rule] = {
         "128",
         dependent=True,
         max_rank="512",
+    ),
+    "lora_expand_direct": Rule(
+        "min(ceil_div(tile_capacity * column_blocks, 4), resident)",
+        "128",
+        dependent=True,
+        max_rank="t0 * 16",
     ),
     "lora_expand_stream": Rule(
         "min(tile_capacity * column_blocks, resident)",

@@ -463,6 +463,126 @@ void cupylora_close(cupylora* opened) {
   free(opened);
 }
 
+/* --- Arithmetic, and lists of a batch -------------------------------------------------------- */
+
+static int64_t cupylora_i_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t cupylora_i_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t cupylora_i_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t cupylora_i_up(int64_t a, int64_t b) { return cupylora_i_ceil(a, b) * b; }
+
+/* Exponent of the greatest power of two up to `value`, which is at least 1. */
+static int cupylora_i_log2(int64_t value) {
+  int exponent = 0;
+  while (value >> (exponent + 1)) ++exponent;
+  return exponent;
+}
+
+static int32_t cupylora_i_tile_rows(int64_t rows, int64_t experts, int64_t active, int64_t rank) {
+  const double shared = (double)rows / (double)(experts * cupylora_i_max(1, active));
+  int i;
+  for (i = 0; i < CUPYLORA_TILE_CHOICES_ROWS; ++i) {
+    const int64_t* row = cupylora_tile_choices[i];
+    if (row[0] <= rank && rank <= row[1] && rows >= row[2] && shared >= (double)row[3]) {
+      return (int32_t)row[4];
+    }
+  }
+  return 8;
+}
+
+static int64_t cupylora_i_segment_capacity(int64_t rows, int64_t experts, int64_t loras) {
+  return cupylora_i_max(1, cupylora_i_min(rows, experts * (loras + 1)));
+}
+
+static int64_t cupylora_i_tile_capacity(int64_t rows, int64_t segments, int64_t tile_rows) {
+  return cupylora_i_max(1, cupylora_i_min(rows, segments + rows / tile_rows));
+}
+
+/* m with n / divisor == n * m >> 32 for n * divisor < 2^32; 0 stands for 1. */
+static int64_t cupylora_i_magic(int64_t divisor) {
+  return divisor == 1 ? 0 : (INT64_C(1) << 32) / divisor + 1;
+}
+
+typedef enum {
+  CUPYLORA_I_RANKED,
+  CUPYLORA_I_TABLE,
+  CUPYLORA_I_LARGE,
+  CUPYLORA_I_SORTED
+} cupylora_i_way;
+
+/* How a batch's lists are made. a, b: numbers of the kernel's name. */
+typedef struct cupylora_i_plan {
+  cupylora_i_way way;
+  int a, b;
+  int64_t grid, threads, shared;
+  int64_t block_pairs, place_grid, place_shared, counts_at, workspace; /* of LARGE */
+} cupylora_i_plan;
+
+static int64_t cupylora_i_table_cost(int64_t keys, const int64_t* shape) {
+  return 400 + keys * 45 / 128 + keys * shape[0] / 64 + shape[1] * 150;
+}
+
+static void cupylora_i_ranked(int64_t pairs, cupylora_i_plan* plan) {
+  plan->way = CUPYLORA_I_RANKED;
+  plan->a = pairs <= CUPYLORA_RANK_ALWAYS ? 8 : 4;
+  plan->grid = 1;
+  plan->threads = cupylora_i_max(256, cupylora_i_up(pairs * plan->a, 32));
+}
+
+static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora_i_plan* plan) {
+  const int64_t padded = cupylora_i_up(keys, CUPYLORA_VECTOR_KEYS);
+  int i;
+  plan->place_shared = padded * CUPYLORA_PLACE_KEY_BYTES + 8;
+  if (pairs > CUPYLORA_LARGE_MOST || plan->place_shared + CUPYLORA_PLACE_STATIC > most) return;
+  for (i = CUPYLORA_PLAN_COUNTS_ROWS - 1; i >= 0; --i) { /* the first that fits counts */
+    const int64_t columns = cupylora_plan_counts[i][0], rounds = cupylora_plan_counts[i][1];
+    if (padded * columns > most) continue;
+    plan->way = CUPYLORA_I_LARGE;
+    plan->a = (int)columns, plan->b = (int)rounds;
+    plan->block_pairs = columns * rounds * 32;
+    plan->grid = cupylora_i_ceil(pairs, plan->block_pairs);
+    plan->threads = CUPYLORA_PLACE_THREADS;
+    plan->shared = padded * columns;
+    plan->place_grid = cupylora_i_ceil(pairs, CUPYLORA_PLACE_THREADS);
+    plan->counts_at = cupylora_i_up(pairs * 4, 16);
+    plan->workspace = plan->counts_at + plan->grid * padded * 2;
+  }
+}
+
+/* divisor: of a pair, as the kernels divide; shared: bytes that a block may have. */
+static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, int64_t keys,
+                                              int64_t shared) {
+  const int64_t most = cupylora_i_min(shared, CUPYLORA_MOST_SHARED);
+  const int64_t* best = NULL;
+  cupylora_i_plan plan;
+  int i;
+  memset(&plan, 0, sizeof plan);
+  plan.way = CUPYLORA_I_SORTED;
+  if (pairs * divisor >= INT64_C(1) << 32) return plan;
+  for (i = 0; i < CUPYLORA_PLAN_TABLES_ROWS; ++i) {
+    const int64_t* shape = cupylora_plan_tables[i];
+    const int64_t bytes = cupylora_i_up((keys + 1) * shape[0], 16);
+    if (pairs > shape[0] * shape[1] * 32 || bytes + CUPYLORA_TABLE_STATIC > most) continue;
+    if (best == NULL || cupylora_i_table_cost(keys, shape) < cupylora_i_table_cost(keys, best)) {
+      best = shape;
+    }
+  }
+  if (pairs <= CUPYLORA_RANK_ALWAYS ||
+      (pairs <= CUPYLORA_RANK_MOST &&
+       (best == NULL || 150 + pairs * pairs / 32 < cupylora_i_table_cost(keys, best)))) {
+    cupylora_i_ranked(pairs, &plan);
+  } else if (best == NULL) {
+    cupylora_i_large(pairs, keys, most, &plan);
+  } else {
+    plan.way = CUPYLORA_I_TABLE;
+    plan.a = (int)best[0], plan.b = (int)best[1];
+    plan.threads = best[0] > 16 || pairs > 512 || keys > 4096 ? 1024 : 512;
+    plan.grid = 1;
+    while (plan.grid * CUPYLORA_SHARE < pairs) plan.grid *= 2;
+    plan.shared = cupylora_i_up((keys + 1) * best[0], 16);
+  }
+  return plan;
+}
+
 #include "cupylora_plan.h"
 
 /* --- Enqueueing ------------------------------------------------------------------------------ */

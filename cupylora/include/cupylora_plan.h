@@ -6,126 +6,6 @@
  * there. No choice changes a result. Then cupylora_plan_*, which apply them: arguments are set by
  * the name that kernels have for them, and the table knows where each kernel keeps which. */
 
-static int64_t cupylora_i_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t cupylora_i_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t cupylora_i_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t cupylora_i_up(int64_t a, int64_t b) { return cupylora_i_ceil(a, b) * b; }
-
-/* Exponent of the greatest power of two up to `value`, which is at least 1. */
-static int cupylora_i_log2(int64_t value) {
-  int exponent = 0;
-  while (value >> (exponent + 1)) ++exponent;
-  return exponent;
-}
-
-/* --- Lists of a batch ------------------------------------------------------------------------ */
-
-static int32_t cupylora_i_tile_rows(int64_t rows, int64_t experts, int64_t active, int64_t rank) {
-  const double shared = (double)rows / (double)(experts * cupylora_i_max(1, active));
-  int i;
-  for (i = 0; i < CUPYLORA_TILE_CHOICES_ROWS; ++i) {
-    const int64_t* row = cupylora_tile_choices[i];
-    if (row[0] <= rank && rank <= row[1] && rows >= row[2] && shared >= (double)row[3]) {
-      return (int32_t)row[4];
-    }
-  }
-  return 8;
-}
-
-static int64_t cupylora_i_segment_capacity(int64_t rows, int64_t experts, int64_t loras) {
-  return cupylora_i_max(1, cupylora_i_min(rows, experts * (loras + 1)));
-}
-
-static int64_t cupylora_i_tile_capacity(int64_t rows, int64_t segments, int64_t tile_rows) {
-  return cupylora_i_max(1, cupylora_i_min(rows, segments + rows / tile_rows));
-}
-
-/* m with n / divisor == n * m >> 32 for n * divisor < 2^32; 0 stands for 1. */
-static int64_t cupylora_i_magic(int64_t divisor) {
-  return divisor == 1 ? 0 : (INT64_C(1) << 32) / divisor + 1;
-}
-
-typedef enum {
-  CUPYLORA_I_RANKED,
-  CUPYLORA_I_TABLE,
-  CUPYLORA_I_LARGE,
-  CUPYLORA_I_SORTED
-} cupylora_i_way;
-
-/* How a batch's lists are made. a, b: numbers of the kernel's name. */
-typedef struct cupylora_i_plan {
-  cupylora_i_way way;
-  int a, b;
-  int64_t grid, threads, shared;
-  int64_t block_pairs, place_grid, place_shared, counts_at, workspace; /* of LARGE */
-} cupylora_i_plan;
-
-static int64_t cupylora_i_table_cost(int64_t keys, const int64_t* shape) {
-  return 400 + keys * 45 / 128 + keys * shape[0] / 64 + shape[1] * 150;
-}
-
-static void cupylora_i_ranked(int64_t pairs, cupylora_i_plan* plan) {
-  plan->way = CUPYLORA_I_RANKED;
-  plan->a = pairs <= CUPYLORA_RANK_ALWAYS ? 8 : 4;
-  plan->grid = 1;
-  plan->threads = cupylora_i_max(256, cupylora_i_up(pairs * plan->a, 32));
-}
-
-static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora_i_plan* plan) {
-  const int64_t padded = cupylora_i_up(keys, CUPYLORA_VECTOR_KEYS);
-  int i;
-  plan->place_shared = padded * CUPYLORA_PLACE_KEY_BYTES + 8;
-  if (pairs > CUPYLORA_LARGE_MOST || plan->place_shared + CUPYLORA_PLACE_STATIC > most) return;
-  for (i = CUPYLORA_PLAN_COUNTS_ROWS - 1; i >= 0; --i) { /* the first that fits counts */
-    const int64_t columns = cupylora_plan_counts[i][0], rounds = cupylora_plan_counts[i][1];
-    if (padded * columns > most) continue;
-    plan->way = CUPYLORA_I_LARGE;
-    plan->a = (int)columns, plan->b = (int)rounds;
-    plan->block_pairs = columns * rounds * 32;
-    plan->grid = cupylora_i_ceil(pairs, plan->block_pairs);
-    plan->threads = CUPYLORA_PLACE_THREADS;
-    plan->shared = padded * columns;
-    plan->place_grid = cupylora_i_ceil(pairs, CUPYLORA_PLACE_THREADS);
-    plan->counts_at = cupylora_i_up(pairs * 4, 16);
-    plan->workspace = plan->counts_at + plan->grid * padded * 2;
-  }
-}
-
-/* divisor: of a pair, as the kernels divide; shared: bytes that a block may have. */
-static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, int64_t keys,
-                                              int64_t shared) {
-  const int64_t most = cupylora_i_min(shared, CUPYLORA_MOST_SHARED);
-  const int64_t* best = NULL;
-  cupylora_i_plan plan;
-  int i;
-  memset(&plan, 0, sizeof plan);
-  plan.way = CUPYLORA_I_SORTED;
-  if (pairs * divisor >= INT64_C(1) << 32) return plan;
-  for (i = 0; i < CUPYLORA_PLAN_TABLES_ROWS; ++i) {
-    const int64_t* shape = cupylora_plan_tables[i];
-    const int64_t bytes = cupylora_i_up((keys + 1) * shape[0], 16);
-    if (pairs > shape[0] * shape[1] * 32 || bytes + CUPYLORA_TABLE_STATIC > most) continue;
-    if (best == NULL || cupylora_i_table_cost(keys, shape) < cupylora_i_table_cost(keys, best)) {
-      best = shape;
-    }
-  }
-  if (pairs <= CUPYLORA_RANK_ALWAYS ||
-      (pairs <= CUPYLORA_RANK_MOST &&
-       (best == NULL || 150 + pairs * pairs / 32 < cupylora_i_table_cost(keys, best)))) {
-    cupylora_i_ranked(pairs, &plan);
-  } else if (best == NULL) {
-    cupylora_i_large(pairs, keys, most, &plan);
-  } else {
-    plan.way = CUPYLORA_I_TABLE;
-    plan.a = (int)best[0], plan.b = (int)best[1];
-    plan.threads = best[0] > 16 || pairs > 512 || keys > 4096 ? 1024 : 512;
-    plan.grid = 1;
-    while (plan.grid * CUPYLORA_SHARE < pairs) plan.grid *= 2;
-    plan.shared = cupylora_i_up((keys + 1) * best[0], 16);
-  }
-  return plan;
-}
-
 /* --- LoRA deltas ----------------------------------------------------------------------------- */
 
 /* Sizes of one call, and what they lead one to expect. */
@@ -293,6 +173,12 @@ typedef struct cupylora_i_hidden {
   int group_tiles;
 } cupylora_i_hidden;
 
+/* Rows of a part of a tile in the stream shrink. */
+static int64_t cupylora_i_stream_part(int tiles, int64_t tile_rows) {
+  const int64_t most = CUPYLORA_PART_TOKENS / cupylora_i_max(2, tiles);
+  return cupylora_i_max(CUPYLORA_LEAST_PART, cupylora_i_min(tile_rows, most));
+}
+
 static cupylora_i_hidden cupylora_i_hidden_of(const cupylora_i_work* w, int float32) {
   const int64_t ranks = cupylora_i_ceil(w->max_rank, CUPYLORA_RANK_TILE);
   const int64_t together = w->num_slices * ranks, ranges = cupylora_i_k_ranges(w->in_features);
@@ -302,7 +188,8 @@ static cupylora_i_hidden cupylora_i_hidden_of(const cupylora_i_work* w, int floa
   h.groups = cupylora_i_ceil(together, h.group_tiles);
   tiles = cupylora_i_min(w->rows, w->experts);
   if (w->rows >= CUPYLORA_STREAM_ROWS) {
-    tiles = cupylora_i_max(cupylora_i_ceil(w->rows, CUPYLORA_STREAM_TILE), tiles);
+    const int64_t part = cupylora_i_stream_part(h.group_tiles, CUPYLORA_PART_TOKENS);
+    tiles = cupylora_i_max(cupylora_i_ceil(w->rows, part), tiles);
     most = cupylora_i_min(CUPYLORA_STREAM_SPLITS, ranges / CUPYLORA_STREAM_RANGES);
     most = cupylora_i_min(most, CUPYLORA_STREAM_ITEMS / (tiles * h.groups));
   } else {
@@ -329,7 +216,8 @@ static int64_t cupylora_i_ring_slots(int64_t slot, int64_t fixed, int64_t most, 
   int64_t fits = 1;
   int blocks;
   for (blocks = 2; blocks >= 1; --blocks) {
-    const int64_t room = cupylora_i_min(per_block - 1024, per_sm / blocks - 2048);
+    const int64_t room = cupylora_i_min(per_block - CUPYLORA_RESERVED_BYTES,
+                                        per_sm / blocks - 2 * CUPYLORA_RESERVED_BYTES);
     fits = cupylora_i_max(1, cupylora_i_min(most, (room - fixed) / slot));
     if (fits >= CUPYLORA_FEWEST_SLOTS) break;
   }
@@ -814,53 +702,81 @@ static cupylora_status cupylora_i_plan_half(cupylora_i_build* w, int64_t items, 
   return CUPYLORA_OK;
 }
 
+/* Shared memory of the stream shrink for a warp's sums. */
+static int64_t cupylora_i_sum_bytes(int tiles, int64_t rows, int64_t ranges) {
+  const int64_t ranks = tiles * CUPYLORA_RANK_TILE;
+  const int64_t levels = cupylora_i_log2(cupylora_i_max(1, ranges / CUPYLORA_SHRINK_WARPS));
+  return cupylora_i_max(levels * rows * ranks * 4, rows * (ranks + 4) * 4);
+}
+
+static cupylora_status cupylora_i_plan_shrink(cupylora_i_build* w, const cupylora_delta* d,
+                                              const cupylora_i_work* work,
+                                              const cupylora_i_hidden* h) {
+  const int64_t ranges = cupylora_i_k_ranges(d->in_features) / h->splits;
+  const int tiles = h->group_tiles;
+  const int64_t items = work->tile_capacity * h->groups * h->splits;
+  int64_t part = cupylora_i_stream_part(tiles, work->tile_rows);
+  int64_t parts = cupylora_i_ceil(work->tile_rows, part);
+  const int64_t place = cupylora_i_sum_bytes(tiles, part, ranges);
+  const int64_t slots =
+      CUPYLORA_SHRINK_SLOTS * (part + tiles * CUPYLORA_RANK_TILE) * CUPYLORA_CHUNK_BYTES;
+  const int64_t shared = CUPYLORA_SHRINK_WARPS * (slots + place);
+  if (work->rows >= CUPYLORA_STREAM_ROWS && items * parts < CUPYLORA_PAIR_ITEM_LIMIT &&
+      shared <= w->c->shared_block - CUPYLORA_RESERVED_BYTES) {
+    CUPYLORA_I_SET(w, parts, parts);
+    CUPYLORA_I_SET(w, sum_bytes, place);
+    CUPYLORA_I_TRY(cupylora_i_find(w, "lora_shrink_stream", d->dtype, "%d_%d", tiles, (int)part));
+    return cupylora_i_plan_half(w, items * parts, CUPYLORA_PAIR_THREADS, shared);
+  }
+  part = cupylora_i_min(CUPYLORA_PART_ROWS, work->tile_rows);
+  parts = work->tile_rows / part;
+  CUPYLORA_I_SET(w, parts, parts);
+  CUPYLORA_I_SET(w, sum_bytes, 0);
+  CUPYLORA_I_TRY(cupylora_i_find(w, "lora_shrink", d->dtype, "%d_%d", tiles, (int)part));
+  return cupylora_i_plan_half(w, items * parts, CUPYLORA_PAIR_THREADS, 0);
+}
+
+static cupylora_status cupylora_i_plan_expand(cupylora_i_build* w, const cupylora_delta* d,
+                                              const cupylora_i_work* work,
+                                              const cupylora_i_hidden* h) {
+  const int steps = cupylora_i_rank_tiles(d->max_rank);
+  const int direct = d->max_rank <= CUPYLORA_DIRECT_RANK;
+  const int64_t part = cupylora_i_min(CUPYLORA_PART_ROWS, work->tile_rows);
+  int64_t columns = CUPYLORA_RUN_COLUMNS / (direct ? steps : 1);
+  int64_t items = work->tile_capacity * cupylora_i_slices(w, d, columns), slots;
+  CUPYLORA_I_SET(w, parts, 1);
+  CUPYLORA_I_SET(w, slots, 0);
+  CUPYLORA_I_SET(w, block_columns, columns);
+  if (work->rows >= CUPYLORA_STREAM_ROWS && items < CUPYLORA_PAIR_ITEM_LIMIT &&
+      d->max_rank <= CUPYLORA_STREAM_RANK && h->splits <= CUPYLORA_STREAM_SPLITS) {
+    const int64_t slot = CUPYLORA_Y_BYTES + CUPYLORA_EXPAND_B_BYTES;
+    if (direct) {
+      CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand_direct", d->dtype, "%d", steps));
+      return cupylora_i_plan_half(w, cupylora_i_ceil(items, CUPYLORA_PAIR_WARPS),
+                                  CUPYLORA_PAIR_THREADS, 0);
+    }
+    slots =
+        cupylora_i_ring_slots(slot, 0, CUPYLORA_EXPAND_SLOTS, w->c->shared_block, w->c->shared_sm);
+    CUPYLORA_I_SET(w, slots, slots);
+    CUPYLORA_I_SET(w, b_bytes, CUPYLORA_EXPAND_B_BYTES);
+    CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand_stream", d->dtype, "%d", steps));
+    return cupylora_i_plan_half(w, items, CUPYLORA_STREAM_THREADS, slots * slot);
+  }
+  columns = cupylora_i_block_columns(work);
+  items = work->tile_capacity * cupylora_i_slices(w, d, columns) * (work->tile_rows / part);
+  CUPYLORA_I_SET(w, parts, work->tile_rows / part);
+  CUPYLORA_I_SET(w, block_columns, columns);
+  CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand", d->dtype, "%d", (int)part));
+  return cupylora_i_plan_half(w, cupylora_i_ceil(items, CUPYLORA_PAIR_WARPS), CUPYLORA_PAIR_THREADS,
+                              0);
+}
+
 /* Two nodes: shrink into the workspace, then expand. */
 static cupylora_status cupylora_i_plan_pair(cupylora_i_build* w, const cupylora_delta* d,
                                             const cupylora_i_work* work,
                                             const cupylora_i_hidden* h) {
-  const int64_t per_block = w->c->shared_block, per_sm = w->c->shared_sm;
-  const int64_t part = cupylora_i_min(CUPYLORA_PART_ROWS, work->tile_rows);
-  const int64_t parts = work->tile_rows / part,
-                wide = cupylora_i_slices(w, d, CUPYLORA_RUN_COLUMNS);
-  const int many = work->rows >= CUPYLORA_STREAM_ROWS;
-  int64_t items = work->tile_capacity * h->groups * h->splits, slots, slot, fixed;
-  if (many && items < CUPYLORA_PAIR_ITEM_LIMIT) {
-    fixed = cupylora_i_log2(cupylora_i_k_ranges(d->in_features) / h->splits);
-    fixed *= h->group_tiles * CUPYLORA_LEVEL_BYTES;
-    slot = CUPYLORA_X_BYTES + h->group_tiles * CUPYLORA_SLOT_RANK_BYTES;
-    slots = cupylora_i_ring_slots(slot, fixed, CUPYLORA_SHRINK_SLOTS, per_block, per_sm);
-    CUPYLORA_I_SET(w, parts, 1);
-    CUPYLORA_I_SET(w, slots, slots);
-    CUPYLORA_I_TRY(cupylora_i_find(w, "lora_shrink_stream", d->dtype, "%d", h->group_tiles));
-    CUPYLORA_I_TRY(cupylora_i_plan_half(w, items, CUPYLORA_STREAM_THREADS, slots * slot + fixed));
-  } else {
-    CUPYLORA_I_SET(w, parts, parts);
-    CUPYLORA_I_TRY(cupylora_i_find(w, "lora_shrink", d->dtype, "%d_%d", h->group_tiles, (int)part));
-    CUPYLORA_I_TRY(cupylora_i_plan_half(w, items * parts, CUPYLORA_PAIR_THREADS, 0));
-  }
-  items = work->tile_capacity * wide;
-  if (many && items < CUPYLORA_PAIR_ITEM_LIMIT && d->max_rank <= CUPYLORA_STREAM_RANK &&
-      h->splits <= CUPYLORA_STREAM_SPLITS) {
-    const int steps = cupylora_i_rank_tiles(d->max_rank);
-    const int64_t b_bytes = 8192 * cupylora_i_max(1, steps / 2);
-    slot = CUPYLORA_Y_BYTES + b_bytes;
-    slots = cupylora_i_ring_slots(slot, 0, CUPYLORA_EXPAND_SLOTS, per_block, per_sm);
-    CUPYLORA_I_SET(w, parts, 1);
-    CUPYLORA_I_SET(w, block_columns, CUPYLORA_RUN_COLUMNS);
-    CUPYLORA_I_SET(w, slots, slots);
-    CUPYLORA_I_SET(w, b_bytes, b_bytes);
-    CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand_stream", d->dtype, "%d", steps));
-    CUPYLORA_I_TRY(cupylora_i_plan_half(w, items, CUPYLORA_STREAM_THREADS, slots * slot));
-  } else {
-    const int64_t columns = cupylora_i_block_columns(work);
-    items = work->tile_capacity * cupylora_i_slices(w, d, columns) * parts;
-    CUPYLORA_I_SET(w, parts, parts);
-    CUPYLORA_I_SET(w, block_columns, columns);
-    CUPYLORA_I_SET(w, slots, 0);
-    CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand", d->dtype, "%d", (int)part));
-    CUPYLORA_I_TRY(cupylora_i_plan_half(w, cupylora_i_ceil(items, CUPYLORA_PAIR_WARPS),
-                                        CUPYLORA_PAIR_THREADS, 0));
-  }
+  CUPYLORA_I_TRY(cupylora_i_plan_shrink(w, d, work, h));
+  CUPYLORA_I_TRY(cupylora_i_plan_expand(w, d, work, h));
   return cupylora_i_done(w);
 }
 

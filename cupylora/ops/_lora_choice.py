@@ -9,8 +9,9 @@ The rule, measured on an H200 (4.3 TB/s):
 
 * A node that moves up to ``CLUSTER_BYTES`` is bound by latency: the cluster kernel.
 * More bytes in small tiles: the ring, which keeps the memory busy.
-* The pair: tiles and ranks that the others have no instance for (``_TILE_ROWS``), so ranks above
-  64, large tiles of ranks above 32, and devices other than of compute capability 9.x.
+* The pair: tiles and ranks that the others have no instance for (``_TILE_ROWS``): ranks above 64,
+  large tiles, which ``choose_tile_rows`` asks for where many rows share an adapter's weights, and
+  devices other than of compute capability 9.x.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KernelName = Literal["pair", "cluster", "ring"]
 Choice = Literal["auto", "pair", "cluster", "ring"]
 
 CLUSTER_BYTES = 9.5e6
-_TILE_ROWS = {"cluster": {8: 64}, "ring": {8: 64, 16: 32, 32: 16}}
+_TILE_ROWS = {"cluster": {8: 64}, "ring": {8: 64, 16: 32}}
 """Rows of a tile -> largest max_rank, for each fused kernel."""
 
 _ITEMSIZE = 2

@@ -1,8 +1,9 @@
 """The two-node pair: shrink (h = x Aᵀ into a workspace), then expand (y += scale · h Bᵀ).
 
 The portable path: every architecture, rank, width and alignment. In: checked :class:`LoraInputs`.
-Out: launches of lora/shrink.cu and lora/expand.cu, of their ``_stream`` forms for large batches, or
-of lora/delta_f32.cu for float32. All forms give a row the same bits. Other ops take the first half
+Out: launches of lora/shrink.cu and lora/expand.cu, of lora/shrink_stream.cu and by rank
+lora/expand_direct.cu or lora/expand_stream.cu for large batches, or of lora/delta_f32.cu for
+float32. All forms give a row the same bits. Other ops take the first half
 alone (``shrink_into``) and read h by its :class:`HiddenLayout`.
 """
 
@@ -51,8 +52,9 @@ __all__ = [
 _STREAM_ROWS = 512
 """Rows from which on the kernels are bound by the memory's rate, not by latency."""
 
-_STREAM_RANK = 64
-_STREAM_TILE = 64
+_DIRECT_RANK, _STREAM_RANK = 32, 64
+"""Up to which the expands of large batches hold B in registers, and have an instance at all."""
+
 _STREAM_SPLITS = 4
 _STREAM_ITEMS = 128
 """K is split over CTAs while a call has fewer shrink items than about one an SM."""
@@ -62,7 +64,7 @@ _STREAM_RANGES = 2
 
 _ITEMS = 512
 _MOST_SPLITS = 16
-_SPLIT_ROWS = max(_STREAM_ITEMS * _STREAM_TILE, _ITEMS * 8)
+_SPLIT_ROWS = _ITEMS * 8
 """Bound of rows · splits · rank groups where K is split."""
 
 _RANK_TILE = 16
@@ -71,18 +73,19 @@ _THREADS = 128
 _WARPS = 4
 _PART_ROWS = 16
 
-_SHRINK_SLOTS = 12
-_X_BYTES = 8192
-_SLOT_RANK_BYTES = 2048
-"""Bytes of 64 rows of x and of a rank tile of A in a chunk of K."""
+_SHRINK_WARPS, _SHRINK_SLOTS = 4, 2
+_PART_TOKENS, _LEAST_PART = 64, 16
+"""Of the stream shrink, as in lora/shrink_stream.cu: warps of a CTA, slots of a warp; most rows of
+a part of a tile, times its rank tiles from two on, and least."""
 
-_LEVEL_BYTES = 4096
-"""Bytes of a level of the K tree for the sums of 64 rows of a rank tile."""
+_CHUNK_BYTES = 128
 
 _FEWEST_SLOTS = 3
+_RESERVED = 1024
+"""Of a block's shared memory: the driver's, and what kernels declare."""
 
 _EXPAND_SLOTS = 4
-_Y_BYTES = 16384
+_Y_BYTES, _B_BYTES = 16384, 16384
 _RUN_COLUMNS = 128
 _STREAM_THREADS = 192
 
@@ -144,7 +147,8 @@ def hidden_layout(
     pitch = -(-max_rank // _RANK_TILE) * _RANK_TILE
     ranges = k_ranges(in_features)
     if rows >= _STREAM_ROWS:
-        tiles = max(-(-rows // _STREAM_TILE), min(rows, experts))
+        part = _stream_part(_group_tiles(slices, max_rank), _PART_TOKENS)
+        tiles = max(-(-rows // part), min(rows, experts))
         most = min(_STREAM_SPLITS, ranges // _STREAM_RANGES, _STREAM_ITEMS // (tiles * groups))
     else:
         tiles = max(1, -(-rows // 8), min(rows, experts))
@@ -156,6 +160,11 @@ def _group_tiles(slices: int, max_rank: int) -> int:
     """16-rank tiles, of any slices, that a shrink CTA takes together."""
     together = slices * -(-max_rank // _RANK_TILE)
     return 1 if together == 1 else 2 if together == 2 else 4
+
+
+def _stream_part(tiles: int, tile_rows: int) -> int:
+    """Rows of a part of a tile, in the stream shrink of so many rank tiles."""
+    return max(_LEAST_PART, min(tile_rows, _PART_TOKENS // max(2, tiles)))
 
 
 def _rank_groups(slices: int, max_rank: int) -> int:
@@ -207,21 +216,23 @@ def shrink_into(inputs: LoraInputs, h: int, layout: HiddenLayout) -> None:
     tiles = _group_tiles(layout.slices, inputs.max_rank)
     items = inputs.tiles * _rank_groups(layout.slices, inputs.max_rank) * layout.splits
     dtype = dtype_name(inputs.x.dtype)
-    if layout.rows >= _STREAM_ROWS and items < _ITEM_LIMIT:
-        program, kernel = f"lora_shrink_stream_{dtype}", str(tiles)
-        slots, smem = _shrink_ring(tiles, k_ranges(inputs.in_features) // layout.splits)
-        threads, parts = _STREAM_THREADS, 1
+    part_rows = _stream_part(tiles, inputs.segments.tile_rows)
+    parts = -(-inputs.segments.tile_rows // part_rows)
+    room, smem = _shrink_room(tiles, part_rows, k_ranges(inputs.in_features) // layout.splits)
+    many = layout.rows >= _STREAM_ROWS and items * parts < _ITEM_LIMIT
+    if many and smem <= shared_memory()[0] - _RESERVED:
+        program, kernel = f"lora_shrink_stream_{dtype}", f"{tiles}_{part_rows}"
     else:
         part_rows = min(_PART_ROWS, inputs.segments.tile_rows)
         program, kernel = f"lora_shrink_{dtype}", f"{tiles}_{part_rows}"
-        slots, smem, threads = 0, 0, _THREADS
+        room, smem = 0, 0
         parts = inputs.segments.tile_rows // part_rows
-    args = _pack_shrink(inputs, h, layout, parts, slots)
-    grid = (min(items * parts, resident_blocks(program, kernel, threads, smem)),)
-    enqueue(program, kernel, _SHRINK, grid, threads, (args,), smem, dependent=True)
+    args = _pack_shrink(inputs, h, layout, parts, room)
+    grid = (min(items * parts, resident_blocks(program, kernel, _THREADS, smem)),)
+    enqueue(program, kernel, _SHRINK, grid, _THREADS, (args,), smem, dependent=True)
 
 
-def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, slots: int) -> bytes:
+def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, room: int) -> bytes:
     """ShrinkArgs of lora/shrink.cuh."""
     row_to_pair, top_k, tokens, k_major, tiles, tile_count, entries, *sizes = inputs.lists
     return _SHRINK_ARGS.pack(
@@ -245,19 +256,20 @@ def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, s
         _rank_groups(layout.slices, inputs.max_rank),
         layout.splits,
         parts,
-        slots,
+        room,
         int(vector_aligned(inputs.x)),
         int(inputs.plan_settled),
     )
 
 
-def _shrink_ring(tiles: int, ranges: int) -> tuple[int, int]:
-    """Slots of the shrink's ring, and bytes of shared memory with the sums of the K tree."""
-    levels = ranges.bit_length() - 1
-    sums = levels * tiles * _LEVEL_BYTES
-    slot = _X_BYTES + tiles * _SLOT_RANK_BYTES
-    slots = _ring_slots(slot, sums, _SHRINK_SLOTS)
-    return slots, slots * slot + sums
+def _shrink_room(tiles: int, rows: int, ranges: int) -> tuple[int, int]:
+    """Shared memory of the stream shrink for a warp's sums, and in all: the levels of a warp's K
+    tree, in whose place its sums go to the other warps, and each warp's slots."""
+    ranks = tiles * _RANK_TILE
+    levels = max(1, ranges // _SHRINK_WARPS).bit_length() - 1
+    sums = max(levels * rows * ranks * 4, rows * (ranks + 4) * 4)
+    slots = _SHRINK_SLOTS * (rows + ranks) * _CHUNK_BYTES
+    return sums, _SHRINK_WARPS * (slots + sums)
 
 
 def _ring_slots(slot: int, fixed: int, most: int) -> int:
@@ -265,7 +277,7 @@ def _ring_slots(slot: int, fixed: int, most: int) -> int:
     per_block, per_sm = shared_memory()
     fits = 1
     for blocks in (2, 1):
-        room = min(per_block - 1024, per_sm // blocks - 2048)
+        room = min(per_block - _RESERVED, per_sm // blocks - 2 * _RESERVED)
         fits = max(1, min(most, (room - fixed) // slot))
         if fits >= _FEWEST_SLOTS:
             break
@@ -302,22 +314,8 @@ def expand_from(
     if y.dtype == FLOAT32:
         _expand_f32(inputs, h, y, slices, y_rows)
         return
-    dtype = dtype_name(y.dtype)
-    _, blocks = pack_slices(slices, _RUN_COLUMNS)
-    streams = layout.rows >= _STREAM_ROWS and inputs.tiles * blocks < _ITEM_LIMIT
-    if streams and inputs.max_rank <= _STREAM_RANK and layout.splits <= _STREAM_SPLITS:
-        steps = 1 if inputs.max_rank <= 16 else 2 if inputs.max_rank <= 32 else 4
-        program, kernel = f"lora_expand_stream_{dtype}", str(steps)
-        b_bytes = 8192 * max(1, steps // 2)
-        slots = _ring_slots(_Y_BYTES + b_bytes, 0, _EXPAND_SLOTS)
-        smem, threads, per_block = slots * (_Y_BYTES + b_bytes), _STREAM_THREADS, 1
-        parts, columns = 1, _RUN_COLUMNS
-    else:
-        part_rows = min(_PART_ROWS, inputs.segments.tile_rows)
-        program, kernel = f"lora_expand_{dtype}", str(part_rows)
-        slots, b_bytes, smem, threads, per_block = 0, 0, 0, _THREADS, _WARPS
-        parts, columns = inputs.segments.tile_rows // part_rows, _block_columns(layout.rows, slices)
-    packed, blocks = pack_slices(slices, columns)
+    form = _expand_form(inputs, layout, dtype_name(y.dtype), slices)
+    packed, blocks = pack_slices(slices, form.columns)
     row_to_pair, top_k, tokens, k_major, tiles, tile_count, entries, *sizes = inputs.lists
     args = _EXPAND_ARGS.pack(
         h,
@@ -337,16 +335,73 @@ def expand_from(
         inputs.max_rank,
         layout.rank_pitch,
         layout.splits,
-        parts,
-        columns,
-        slots,
-        b_bytes,
+        form.parts,
+        form.columns,
+        form.slots,
+        form.b_bytes,
         int(vector_columns(y, slices)),
         0,
     )
-    items = -(-inputs.tiles * blocks * parts // per_block)
-    grid = (min(items, resident_blocks(program, kernel, threads, smem)),)
-    enqueue(program, kernel, _EXPAND, grid, threads, (args + packed,), smem, dependent=True)
+    items = -(-inputs.tiles * blocks * form.parts // form.items)
+    grid = (min(items, resident_blocks(form.program, form.kernel, form.threads, form.smem)),)
+    launch = (grid, form.threads, (args + packed,), form.smem)
+    enqueue(form.program, form.kernel, _EXPAND, *launch, dependent=True)
+
+
+@dataclass(frozen=True)
+class _ExpandForm:
+    """An expand kernel and its launch: columns of an item, parts of a tile's rows, slots of the
+    ring with ``b_bytes`` of B, items that a block takes at a time."""
+
+    program: str
+    kernel: str
+    columns: int
+    parts: int = 1
+    slots: int = 0
+    b_bytes: int = 0
+    threads: int = _THREADS
+    items: int = _WARPS
+
+    @property
+    def smem(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.slots * (_Y_BYTES + self.b_bytes)
+
+
+def _expand_form(
+    inputs: LoraInputs, layout: HiddenLayout, dtype: str, slices: Sequence[LoraSlice]
+) -> _ExpandForm:
+    """The expand of large batches, in registers or through shared memory by rank, or the other."""
+    steps = _rank_steps(inputs.max_rank)
+    direct = inputs.max_rank <= _DIRECT_RANK
+    columns = _RUN_COLUMNS // steps if direct else _RUN_COLUMNS
+    _, blocks = pack_slices(slices, columns)
+    many = layout.rows >= _STREAM_ROWS and inputs.tiles * blocks < _ITEM_LIMIT
+    if many and inputs.max_rank <= _STREAM_RANK and layout.splits <= _STREAM_SPLITS:
+        if direct:
+            return _ExpandForm(f"lora_expand_direct_{dtype}", str(steps), columns)
+        slots = _ring_slots(_Y_BYTES + _B_BYTES, 0, _EXPAND_SLOTS)
+        return _ExpandForm(
+            f"lora_expand_stream_{dtype}",
+            str(steps),
+            columns,
+            slots=slots,
+            b_bytes=_B_BYTES,
+            threads=_STREAM_THREADS,
+            items=1,
+        )
+    part_rows = min(_PART_ROWS, inputs.segments.tile_rows)
+    return _ExpandForm(
+        f"lora_expand_{dtype}",
+        str(part_rows),
+        _block_columns(layout.rows, slices),
+        parts=inputs.segments.tile_rows // part_rows,
+    )
+
+
+def _rank_steps(max_rank: int) -> int:
+    """16-rank steps that an expand of large batches has room for."""
+    return 1 if max_rank <= _RANK_TILE else 2 if max_rank <= 2 * _RANK_TILE else 4
 
 
 def _block_columns(rows: int, slices: Sequence[LoraSlice]) -> int:

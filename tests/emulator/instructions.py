@@ -22,6 +22,7 @@ _PUSH = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
 _FUNCTIONS = {
     "ld.global.nc.v4.u32 ?": "load_global16_if",
     "ld.global.v4.u32 ?": "load_global16_if",
+    "ld.global.L1::no_allocate.v4.u32 ?": "load_global16_if",
     "ld.global.nc.v2.u32 ?": "load_global8_if",
     "ld.global.u32 ?": "load_global4_if",
     "st.global.u32 ?": "store_global4_if",
@@ -33,6 +34,7 @@ _FUNCTIONS = {
     "ld.shared.u32": "load_shared4",
     "ld.shared.u16": "load_shared2",
     "st.shared.v4.u32": "store_shared16",
+    "st.shared.u32": "store_shared4",
     "st.shared.u16": "store_shared2",
     "prefetch.global.L2": "prefetch",
     "prefetch.global.L2::evict_last": "prefetch",

@@ -107,6 +107,10 @@ void store_shared16(u32 address, u32 x, u32 y, u32 z, u32 w) {
   EMU_SITE();
   store_shared(address, x, y, z, w);
 }
+void store_shared4(u32 address, u32 x) {
+  EMU_SITE();
+  store_shared(address, x);
+}
 void store_shared2(u32 address, u16 x) {
   EMU_SITE();
   store_shared(address, x);
