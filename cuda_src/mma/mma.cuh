@@ -27,3 +27,23 @@ __device__ __forceinline__ void mma_16816<Fp16>(float (&d)[4], u32 a0, u32 a1, u
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// The A of one product as its instruction wants it, in four neighbouring registers: rows g (top)
+// and g + 8 (bottom) at k 2t .. 2t + 1, then at 2t + 8 .. 2t + 9.
+//
+// `zero` is 0, but must not be known to the compiler: it moves values of wide loads, which have
+// neighbours of their own, anew for each product that takes them; results of an operation it places
+// where the products want them.
+struct Quad {
+  u32 a0, a1, a2, a3;
+
+  Quad() = default;
+  __device__ __forceinline__ Quad(uint2 top, uint2 bottom, u32 zero)
+      : a0(top.x ^ zero), a1(bottom.x ^ zero), a2(top.y ^ zero), a3(bottom.y ^ zero) {}
+};
+__device__ __forceinline__ u32 unknown_zero() { return threadIdx.y; }  // blocks have one row
+
+template <typename T>
+__device__ __forceinline__ void mma_16816(float (&d)[4], const Quad& a, u32 b0, u32 b1) {
+  mma_16816<T>(d, a.a0, a.a1, a.a2, a.a3, b0, b1);
+}

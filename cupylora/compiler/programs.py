@@ -150,7 +150,6 @@ PROGRAMS: tuple[KernelProgram, ...] = (
                     f"lora_ring<{cpp}, {{ranks}}, 1>", ranks={"1_8": 1, "2_8": 2, "4_8": 4}
                 ),
                 **instances(f"lora_ring<{cpp}, {{ranks}}, 2>", ranks={"1_16": 1, "2_16": 2}),
-                **instances(f"lora_ring<{cpp}, {{ranks}}, 4>", ranks={"1_32": 1}),
             },
             min_arch="sm_90a",
             matrix=True,

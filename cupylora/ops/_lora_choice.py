@@ -38,7 +38,7 @@ KernelName = Literal["pair", "cluster", "ring"]
 Choice = Literal["auto", "pair", "cluster", "ring"]
 
 CLUSTER_BYTES = 9.5e6
-_TILE_ROWS = {"cluster": {8: 64}, "ring": {8: 64, 16: 32, 32: 16}}
+_TILE_ROWS = {"cluster": {8: 64}, "ring": {8: 64, 16: 32}}
 """Rows of a tile -> largest max_rank, for each fused kernel."""
 
 _ITEMSIZE = 2

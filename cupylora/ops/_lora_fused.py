@@ -41,13 +41,6 @@ _CLUSTER_THREADS = 256
 _RING_THREADS = 160
 _RING_STAGES = 6
 _FEW_STAGES = 4
-_WEIGHT_BYTES = {1: 8192, 2: 8192, 4: 16384}
-"""Of weights in a stage of the ring, by the instance's rank tiles."""
-
-_ROW_BYTES, _ROW_PAD = 512, 16
-_BLOCKS_OF, _FOUR_TILE_BLOCKS, _LEAST_BLOCKS = {1: 4, 2: 3}, 2, 2
-"""CTAs of the ring an SM, by rank tiles times 8-row groups; of four rank tiles; of others."""
-
 _STATIC_SHARED = 128
 _RANK_TILE = 16
 _SHARED_PER_SM = 228 * 1024
@@ -218,9 +211,8 @@ def _chain_floats(work: Workload) -> int:
 
 def _ring_blocks(work: Workload) -> int:
     """CTAs that an SM's registers hold, as RingShape in lora/ring.cu has it."""
-    tiles = int(_rank_tiles(work))
-    others = _FOUR_TILE_BLOCKS if tiles == 4 else _LEAST_BLOCKS
-    return _BLOCKS_OF.get(tiles * (work.tile_rows // _TOKENS), others)
+    share = int(_rank_tiles(work)) * (work.tile_rows // _TOKENS)
+    return {1: 4, 2: 3}.get(share, 2)
 
 
 def _ring_room(work: Workload, cluster: int) -> tuple[int, int]:
@@ -228,8 +220,8 @@ def _ring_room(work: Workload, cluster: int) -> tuple[int, int]:
     ahead, the chains' sums of two ranges, the incoming sums of two items, and the other CTAs that
     the registers allow an SM."""
     rows = work.tile_rows
-    weights = _WEIGHT_BYTES[int(_rank_tiles(work))]
-    stage = weights + rows * (_ROW_BYTES + _ROW_PAD) + 48 + rows * 8
+    weights = 16384 if work.max_rank > 2 * _RANK_TILE else 8192
+    stage = weights + rows * (512 + 16) + 48 + rows * 8
     lists = 3 * TILE_INTS * 4 + 2 * SLOT_ENTRY_BYTES + 2 * 4 * rows
     sums = 2 * cluster * rows * int(_rank_tiles(work)) * _RANK_TILE
     rest = lists + (2 * _chain_floats(work) + sums) * 4

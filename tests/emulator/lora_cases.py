@@ -42,7 +42,7 @@ KERNELS = ("cluster", "ring", "stream")
 HOSTILE = ("slot", "rows", "inf", "rank")
 """A tile's slot or rows, a value of x, an entry's rank."""
 
-_MOST_RANK = {"cluster": {8: 64}, "ring": {8: 64, 16: 32, 32: 16}}
+_MOST_RANK = {"cluster": {8: 64}, "ring": {8: 64, 16: 32}}
 _MOST_RANK["stream"] = dict.fromkeys((8, 16, 32, 64), 100)
 _RANKS = (1, 2, 3, 4, 5, 8, 12, 15, 16, 17, 20, 24, 31, 32, 33, 36, 40, 48, 60, 63, 64)
 _IN_FEATURES = (8, 63, 64, 100, 136, 200, 392, 768, 1000, 2048, 2880, 4096, 7168)
