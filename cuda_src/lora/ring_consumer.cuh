@@ -82,7 +82,7 @@ struct Consumer {
   float* const arriving;    // h of each CTA, for two items
   const i32 size, rank_in, warp, g, t;
   RingPlace place;
-  i32 flip;  // which of the two buffers of chain sums
+  u32 turns;  // bit 0: which of the two buffers of chain sums; above it: items so far
 
   ItemHead item;
   u64 y_row[NT][2];
@@ -164,8 +164,8 @@ struct Consumer {
     }
     const i32 rank_tile = warp / share.ways, first_chain = warp % share.ways;
     const i32 pitch = share.pitch(), block = kTokens * pitch;
-    float* const buffer = chain_sums + flip * args.chain_floats;
-    flip ^= 1;
+    float* const buffer = chain_sums + (turns & 1) * args.chain_floats;
+    turns ^= 1;
 #pragma unroll
     for (int j = 0; j < MT; ++j) {
       if (j * share.ways >= kChains) continue;
@@ -249,10 +249,11 @@ struct Consumer {
   // Gives the CTA's sums to all CTAs of the cluster. Returns where those of all are:
   // [CTA][token][rank].
   __device__ __forceinline__ const float* exchange(const RankShare<MT>& share,
-                                                   const float (&own)[NT * MT], i32 round) {
+                                                   const float (&own)[NT * MT]) {
+    const u32 buffer = turns >> 1 & 1;
     const i32 ranks = share.ranks(), source_floats = kTokens * ranks;
-    float* const incoming = arriving + (round & 1) * size * kTokens * args.sum_ranks;
-    const u32 arrived = shared.pushed + 8 * (round & 1);
+    float* const incoming = arriving + buffer * size * kTokens * args.sum_ranks;
+    const u32 arrived = shared.pushed + 8 * buffer;
     if (size > 1 && threadIdx.x == 0) {
       mbarrier_expect(arrived, static_cast<u32>(size * item.rows * ranks * 4));
     }
@@ -275,7 +276,7 @@ struct Consumer {
     if (size == 1) {
       barrier_of(kConsumerBarrier, kConsumerThreads);
     } else {
-      mbarrier_wait(arrived, (round >> 1) & 1);
+      mbarrier_wait(arrived, turns >> 2 & 1);
     }
     return incoming;
   }
@@ -428,11 +429,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    for (i32 round = 0; read_header(); ++round) {
+    for (; read_header(); turns += 2) {
       const RankShare<MT> share(item.rank);
       float own[NT * MT] = {};
       shrink(share, own);
-      const float* incoming = exchange(share, own, round);
+      const float* incoming = exchange(share, own);
       Terms terms[NT][MT];
       float scale[NT][2];
       read_terms(share, incoming, terms, scale);
