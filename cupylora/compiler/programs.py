@@ -133,7 +133,9 @@ PROGRAMS: tuple[KernelProgram, ...] = (
             name=f"lora_cluster_{dtype}",
             source="lora/cluster.cu",
             kernels={
-                **instances(f"lora_cluster<{cpp}, 1, {{stages}}>", stages={"1_1": 1, "1_2": 2}),
+                **instances(
+                    f"lora_cluster<{cpp}, 1, {{stages}}>", stages={"1_1": 1, "1_2": 2, "1_4": 4}
+                ),
                 **instances(f"lora_cluster<{cpp}, {{ranks}}, 1>", ranks={"2_1": 2, "4_1": 4}),
             },
             min_arch="sm_90a",

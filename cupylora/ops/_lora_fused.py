@@ -41,6 +41,11 @@ _CLUSTER_THREADS = 256
 _RING_THREADS = 160
 _RING_STAGES = 6
 _FEW_STAGES = 4
+_DEEP_STEPS, _DEEP_CTAS = 4, 64
+"""Of the cluster kernel's instance with four chunks in flight: steps of a warp, so that it has as
+many chunks, and CTAs: one takes an SM's registers, and of 128 in clusters of 8 some wait for a
+place, which costs more than the instance gains. These leave half of an H200 to the node behind."""
+
 _STATIC_SHARED = 128
 _RANK_TILE = 16
 _SHARED_PER_SM = 228 * 1024
@@ -137,7 +142,7 @@ def _settings(
     if kernel == "cluster":
         shape = shape or _cluster_shape(work, dtype)
         smem = _cluster_bytes(work, shape)
-        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
+        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape), 0
     else:
         shape = shape or _ring_shape(work, dtype)
         stages, smem = _ring_room(work, shape.cluster)
@@ -183,13 +188,18 @@ def _cluster_bytes(work: Workload, shape: FusedShape) -> int:
     return cluster_sum_bytes(work, shape.cluster) + shape.cta_columns * work.max_rank * 2
 
 
-def _cluster_kernel(work: Workload, cluster: int) -> str:
+def _cluster_kernel(work: Workload, shape: FusedShape) -> str:
     """The instance whose warps have their chunks in flight together, if there is one."""
     ranges = k_ranges(work.in_features)
     chunks = -(-work.in_features // _CHUNK)
-    steps = -(-(ranges // cluster * _CHAINS) // _CLUSTER_WARPS) * -(-chunks // ranges // _CHAINS)
+    cells = ranges // shape.cluster * _CHAINS
+    steps = -(-cells // _CLUSTER_WARPS) * -(-chunks // ranges // _CHAINS)
     tiles = _rank_tiles(work)
-    return f"{tiles}_{1 if steps == 1 or tiles != '1' else 2}"
+    if tiles != "1":
+        return f"{tiles}_1"
+    if steps >= _DEEP_STEPS and shape.clusters * shape.cluster <= _DEEP_CTAS:
+        return "1_4"
+    return "1_1" if steps == 1 else "1_2"
 
 
 def _ring_shape(work: Workload, dtype: str) -> FusedShape:

@@ -375,6 +375,8 @@ def _draw_shape(case: DeltaCase, pick: random.Random, patch: pytest.MonkeyPatch)
     clusters = min(clusters, _MOST_CTAS // cluster)
     stages = pick.choice([6, 6, 4, 3, 2])
     patch.setattr(_lora_fused, "_RING_STAGES", stages)
+    # So few CTAs would never be the instance with fewer chunks in flight than a warp has.
+    patch.setattr(_lora_fused, "_DEEP_CTAS", _MOST_CTAS * (case.seed % 2))
     plain = _lora_fused.run_fused
 
     def run_fused(inputs: Any, y: Any, slices: Any, y_rows: Any, kernel: Any, work: Any) -> None:
