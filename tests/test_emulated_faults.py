@@ -148,7 +148,7 @@ FAULTS = {
     "ring: sums read before they have come": Fault(
         RING,
         "lora/ring_consumer.cuh",
-        "mbarrier_wait(arrived, (round >> 1) & 1);",
+        "mbarrier_wait(arrived, turns >> 2 & 1);",
         "",
         "race:",
         _delta("ring"),

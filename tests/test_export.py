@@ -163,7 +163,7 @@ def test_a_constant_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     from cupylora.ops import _lora_choice
 
     assert choice.choice()["CLUSTER_BYTES"] == _lora_choice.CLUSTER_BYTES
-    assert choice.choice()["RING_LIMITS"] == ((8, 64), (16, 32), (32, 16))
+    assert choice.choice()["RING_LIMITS"] == ((8, 64), (16, 32))
     monkeypatch.setattr(_lora_choice, "CLUSTER_BYTES", 7.5)
     assert choice.choice()["CLUSTER_BYTES"] == 7.5
     monkeypatch.delattr(_lora_choice, "_B_LIMIT")

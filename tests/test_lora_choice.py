@@ -7,7 +7,7 @@ import math
 import re
 import struct
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -482,7 +482,7 @@ def test_shared_memory_of_the_cluster_kernel(max_rank: int) -> None:
     """Cells of the own ranges, two items' incoming sums, B."""
     for in_features, size in ((64, 1), (200, 1), (768, 4), (2880, 2), (14336, 1), (14336, 8)):
         work, shape = work_of(in_features=in_features, max_rank=max_rank), FusedShape(size, 192, 1)
-        name = _lora_fused._cluster_kernel(work, size)
+        name = _lora_fused._cluster_kernel(work, shape)
         stages = int(name.partition("_")[2])
         own = instance_constants(CLUSTER, "ClusterShape", work, STAGES=stages)
         assert own["kRanks"] >= max_rank
@@ -495,10 +495,29 @@ def test_shared_memory_of_the_cluster_kernel(max_rank: int) -> None:
         # B is the target of a bulk copy.
         assert (needed - 192 * max_rank * 2) % 16 == 0
         assert own["kPitch"] % 4 == 0
-        # One chunk in flight serves where no warp has a second one.
+        # One chunk in flight serves where no warp has a second one, four where it has as many.
         cells_of_a_warp = -(-cells // constants(CLUSTER, **NAMES)["kWarps"])
         steps = cells_of_a_warp * -(-order["length"] // NAMES["kChains"])
         assert own["kStages"] == 1 or steps > 1
+        assert own["kStages"] < 4 or steps >= 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"in_features": 14336, "rows": 2, "tile_capacity": 2}, "1_4"),
+        # Two of its CTAs share no SM.
+        ({"in_features": 14336, "rows": 16, "tile_capacity": 16}, "1_2"),
+        ({"in_features": 14336, "rows": 2, "tile_capacity": 2, "max_rank": 32}, "2_1"),
+        ({"in_features": 7168, "rows": 2, "tile_capacity": 2}, "1_2"),
+        ({"in_features": 4096, "rows": 2, "tile_capacity": 2}, "1_1"),
+    ],
+)
+def test_chunks_in_flight(sizes: dict[str, Any], expected: str) -> None:
+    work = work_of(experts=8, active=1, **sizes)
+    shape = cluster_shape(work, 264)
+    assert shape.cluster == 8
+    assert _lora_fused._cluster_kernel(work, shape) == expected
 
 
 def ring_share(work: Workload, rank: int) -> dict[str, int]:
@@ -566,9 +585,10 @@ def test_every_instance_that_is_asked_for_exists(dtype: str) -> None:
     for max_rank in RANKS:
         for in_features in (1, 64, 768, 1000, 4096, 20_000):
             work = work_of(in_features=in_features, max_rank=max_rank)
-            for size in CLUSTERS:
+            for size, count in product(CLUSTERS, (1, 100)):
                 if size <= k_ranges(in_features):
-                    assert _lora_fused._cluster_kernel(work, size) in cluster
+                    shape = FusedShape(size, 64, count)
+                    assert _lora_fused._cluster_kernel(work, shape) in cluster
     for tile_rows, max_rank in RING_SIZES:
         tiles = _lora_fused._rank_tiles(work_of(tile_rows=tile_rows, max_rank=max_rank))
         assert int(tiles) * 16 >= max_rank

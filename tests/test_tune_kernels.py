@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import tune_kernels
 from bench_util import EagerGraphs, small
 from cuda_text import source_text
-from emulator import lora_cases
 from emulator.device import Device
 from emulator.lora_cases import check, draw
 from kernel_forms import DEFINES, SHIPPED, Form, find_form, form_of, installed
@@ -31,7 +29,6 @@ from tune_kernels import (
     Worker,
     WorkerLostError,
     named_forms,
-    neighbours,
     programs_to_compile,
     search,
     table,
@@ -45,17 +42,7 @@ from cupylora.ops import _lora_choice, _lora_fused
 from cupylora.resources import cuda_source_dir
 
 PROGRAMS = ("lora_shrink_bfloat16", "lora_expand_bfloat16")
-EVERYTHING = SHIPPED.with_defines(
-    RING_FILL=1, RING_WIDE_Y=1, RING_ROWS=1, RING_PREFETCH=2, LISTS_PREFETCH=1
-)
-SLIM = SHIPPED.with_defines(
-    RING_WEIGHT_BYTES_4=8192, RING_BLOCKS_4=3, RING_FILL=1, RING_TURN_RANKS=1
-)
-BIG = SHIPPED.with_defines(
-    RING_WEIGHT_BYTES=16384, RING_ROW_BYTES=1024, RING_FILL=1, RING_WIDE_Y=1, RING_STREAM_Y=1
-)
-OWN = SHIPPED.with_defines(CLUSTER_OWN_TILES=1, LISTS_PREFETCH=1)
-DEEP = Form(deep=True).with_defines(LISTS_PREFETCH=2)
+QUADS = SHIPPED.with_defines(QUADS=1)
 DECODE, ONE, MANY, WIDE = (
     next(t for t in TARGETS if t.name == name)
     for name in ("qwen r16 T128/16", "mixtral r16 T1", "qwen r16 T4096/1", "qwen r64 T128/16")
@@ -79,42 +66,21 @@ def test_forms_go_through_json_and_say_what_they_are() -> None:
     texts = [form.text for form in all_forms()]
     assert len(set(texts)) == len(texts)
     assert SHIPPED.text == "shipped"
-    assert Form(resident=0.5).with_defines(RING_ROWS=1).text == "RING_ROWS=1,resident=0.5"
-    assert SHIPPED.with_defines(RING_FILL=1).with_defines(RING_FILL=0) == SHIPPED
+    assert Form(resident=0.5).with_defines(QUADS=1).text == "QUADS=1,resident=0.5"
+    assert QUADS.with_defines(QUADS=0) == SHIPPED
 
 
 def test_a_form_s_programs_have_names_of_their_own() -> None:
     name = "lora_ring_bfloat16"
     assert SHIPPED.programs() == Form(cluster=2, resident=0.5).programs() == []
     assert find_form(name).name == name
-    form = SHIPPED.with_defines(RING_ROWS=1, LISTS_PREFETCH=1)
-    ring, cluster = (find_form(found) for found in form.programs("float16"))
-    assert ring.name == "lora_ring_float16@LISTS_PREFETCH=1@RING_ROWS=1"
-    assert ring.defines == {"LISTS_PREFETCH": "1", "RING_ROWS": "1"}
-    assert cluster.name == "lora_cluster_float16@LISTS_PREFETCH=1"
-    (tall,) = Form(tall=True, tile_rows=16).programs()
-    assert find_form(tall).kernels == {"4_16": "lora_ring<Bf16, 4, 2>"}
-    (deep,) = Form(deep=True).programs()
-    assert find_form(deep).kernels["1_4"] == "lora_cluster<Bf16, 1, 4>"
-    assert SHIPPED.with_defines(RING_ROWS=1).suffix("lora_cluster_bfloat16") == ""
-    assert EVERYTHING.suffix("lora_shrink_bfloat16") == ""
+    ring, cluster = (find_form(found) for found in QUADS.programs("float16"))
+    assert ring.name == "lora_ring_float16@QUADS=1"
+    assert ring.defines == cluster.defines == {"QUADS": "1"}
+    assert cluster.kernels == find_form("lora_cluster_float16").kernels
+    assert QUADS.suffix("lora_shrink_bfloat16") == ""
     with pytest.raises(CompileError, match="no kernel program"):
-        find_form("lora@RING_ROWS=1")
-
-
-def test_host_sizes_follow_the_form_and_come_back() -> None:
-    work = work_of(max_rank=64)
-    before = _lora_fused._ring_room(work, 1)
-    with installed(SLIM):
-        assert _lora_fused._ring_blocks(work) == 3
-        stages, size = _lora_fused._ring_room(work, 1)
-        assert 3 * (size + 1024 + _lora_fused._STATIC_SHARED) <= _lora_fused._SHARED_PER_SM
-        assert stages >= 4
-    with installed(BIG):
-        _, size = _lora_fused._ring_room(work_of(tile_rows=16), 1)
-        assert size > 2 * (16384 + 16 * 1040)
-    assert _lora_fused._ring_room(work, 1) == before
-    assert _lora_fused.ring_shape is _lora_choice.ring_shape
+        find_form("lora@QUADS=1")
 
 
 def test_launch_shapes_follow_the_form() -> None:
@@ -130,14 +96,7 @@ def test_launch_shapes_follow_the_form() -> None:
     with installed(Form(cluster=2, parts=2, resident=0.5)):
         shape = _lora_fused.ring_shape(work, clusters)
     assert (shape.cluster, shape.cta_columns, shape.clusters) == (2, 192, 132)
-    with installed(Form(cluster=4, least_stages=3)):
-        narrow = work_of()
-        room = _lora_fused._SHARED_PER_SM // 4 - _lora_fused._SHARED_PER_BLOCK
-        assert _lora_fused._ring_room(narrow, 4)[1] <= room
-    assert _lora_fused._ring_room(work_of(), 4)[1] > room
-    with installed(Form(deep=True)):
-        assert _lora_fused._cluster_kernel(work_of(in_features=14336), 8) == "1_4"
-        assert _lora_fused._cluster_kernel(work_of(in_features=4096), 8) == "1_1"
+    assert _lora_fused.ring_shape is _lora_choice.ring_shape
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, 4, 8])
@@ -163,19 +122,16 @@ def drive(target: Target, kernels: list[str], cost: Any) -> list[Form]:
 
 
 def test_a_search_tries_what_is_named_and_then_walks_to_the_best() -> None:
-    good = {"RING_ROWS": 1, "RING_WIDE_Y": 1, "RING_FILL": 1}
-
     def cost(form: Form) -> float | None:
         if form.cluster == 2:
             return None  # fails
-        settings = dict(form.defines)
-        right = sum(settings.get(name, 0) == value for name, value in good.items())
-        return 100 - 5 * right - 3 * (form.resident == 0.75) + settings.get("RING_PREFETCH", 0)
+        right = form.even + (form.defines == QUADS.defines)
+        return 100 - 5 * right - 3 * (form.resident == 0.75) + form.parts
 
     asked = drive(DECODE, ["ring"], cost)
     assert asked[0] == asked[-1] == SHIPPED
     assert set(named_forms(DECODE, ["ring"]).values()) < set(asked)
-    assert Form(resident=0.75).with_defines(**good) in asked
+    assert replace(QUADS, resident=0.75, even=True) in asked
     assert len(set(asked)) == len(asked) - 1
 
 
@@ -185,15 +141,13 @@ def test_a_search_ends_where_everything_fails() -> None:
 
 
 def test_named_forms_are_those_that_matter_to_a_target() -> None:
-    assert "32+" in named_forms(MANY, ["ring"])
-    assert "32+" not in named_forms(DECODE, ["ring"])
-    assert "slim" in named_forms(WIDE, ["ring"])
-    assert "rows" not in named_forms(ONE, ["cluster"])
+    assert "8" in named_forms(MANY, ["ring"])
+    assert "8" not in named_forms(DECODE, ["ring"])
+    assert "half" not in named_forms(ONE, ["cluster"])
     assert named_forms(ONE, ["pair"]) == {}
-    assert all(form.tile_rows in (16, 32, None) for form in neighbours(SHIPPED, MANY, ["ring"]))
     wide = replace(WIDE, tokens=4096)
-    assert "tall" in named_forms(wide, ["pair"])
-    assert "tall" not in named_forms(WIDE, ["ring"])
+    assert "ring" in named_forms(wide, ["pair"])
+    assert "ring" not in named_forms(WIDE, ["ring"])
 
 
 def test_points_of_targets_are_the_bench_s() -> None:
@@ -207,12 +161,10 @@ def test_points_of_targets_are_the_bench_s() -> None:
 
 
 def test_what_is_timed_is_compiled_ahead() -> None:
-    first, later = programs_to_compile(TARGETS)
-    assert {name for form in all_forms() for name in form.programs()} <= set(first)
-    assert not set(first) & set(later)
-    assert all(find_form(name).kernels for name in (*first, *later))
-    assert len(first) < 60
-    assert len(later) < 120
+    names = programs_to_compile(TARGETS)
+    assert {name for form in all_forms() for name in form.programs()} <= set(names)
+    assert len(set(names)) == len(names) < 20
+    assert all(find_form(name).kernels for name in names)
 
 
 class Scripted:
@@ -267,7 +219,7 @@ def test_a_run_keeps_what_it_measured(tmp_path: Path) -> None:
 
 
 def test_a_lost_worker_costs_the_form_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
-    hung = SHIPPED.with_defines(RING_ROWS=1)
+    hung = QUADS
 
     def answers(form: Form) -> Any:
         return WorkerLostError("no answer") if form == hung else answer(70.0)
@@ -278,7 +230,7 @@ def test_a_lost_worker_costs_the_form_it_ran(capsys: pytest.CaptureFixture[str])
     assert workers[1].asked[0] == SHIPPED  # what others are compared with
     (row,) = [row for row in run.rows if row["form"] == hung.text]
     assert row["failure"] == "no answer"
-    assert "rows bad" in table(run.rows, [DECODE])[-3]
+    assert "quads bad" in table(run.rows, [DECODE])[-3]
     assert "fail" in capsys.readouterr().out
 
 
@@ -291,9 +243,9 @@ def test_a_target_whose_worker_is_lost_again_and_again_is_left() -> None:
 
 
 def test_other_bits_are_told_and_never_the_best() -> None:
-    wrong = SHIPPED.with_defines(RING_WIDE_Y=1)
+    wrong = QUADS
     run, _ = run_with(lambda f: answer(1.0, equal=False) if f == wrong else answer(70.0))
-    assert "wide bad" in table(run.rows, [DECODE])[-3]
+    assert "quads bad" in table(run.rows, [DECODE])[-3]
     assert " 1.00" not in table(run.rows, [DECODE])[1]
 
 
@@ -329,7 +281,7 @@ def test_a_point_is_checked_and_timed(first_only: bool, monkeypatch: pytest.Monk
     target = replace(DECODE, first_only=first_only, max_rank=16 if first_only else None)
     monkeypatch.setattr(Target, "point", lambda _: small("moe"))
     bench = PointBench(NumpyBackend(), EagerGraphs(), target, sets=3)
-    for form in (SHIPPED, EVERYTHING, Form(tile_rows=16), SHIPPED):
+    for form in (SHIPPED, QUADS, Form(tile_rows=16), SHIPPED):
         result = bench.run(form)
         assert result["equal"]
         assert result["parts"] == [2.0] * (1 if first_only else 2)
@@ -342,42 +294,24 @@ def test_a_form_with_other_bits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     bench = PointBench(NumpyBackend(), EagerGraphs(), DECODE, sets=2)
     assert bench.run(SHIPPED)["equal"]
     bench._expected[0][0, 0] ^= 1
-    assert not bench.run(EVERYTHING)["equal"]
+    assert not bench.run(QUADS)["equal"]
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("form", [EVERYTHING, Form(deep=True)])
-def test_forms_compile(form: Form) -> None:
-    for name in form.programs():
+def test_forms_compile() -> None:
+    for name in QUADS.programs():
         program = find_form(name)
         chosen = {k: v for k, v in program.kernels.items() if k in ("1_8", "1_4")}
-        program = replace(program, kernels=chosen or dict(list(program.kernels.items())[:1]))
+        program = replace(program, kernels=chosen)
         assert compile_program(program, read_sources(program, cuda_source_dir()), "sm_90a").cubin
 
 
 @pytest.mark.emulated
-def test_tall_tiles_of_many_ranks_give_the_pair_s_bits(
-    emulated: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(emulated, "find", find_form)
-    monkeypatch.setitem(lora_cases._MOST_RANK["ring"], 16, 64)
-    form = Form(tall=True).with_defines(RING_ROWS=1, RING_TURN_RANKS=1, RING_WIDE_Y=1)
-    with installed(form):
-        drawn = (draw(seed, kernel="ring", tile_rows=16, small=True) for seed in itertools.count())
-        cases = (case for case in drawn if case.max_rank > 32 and case.dtype == "bfloat16")
-        for case in itertools.islice(cases, 6):
-            check(emulated, case)
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize(
-    ("kernel", "form"),
-    [("ring", EVERYTHING), ("ring", SLIM), ("ring", BIG), ("cluster", OWN), ("cluster", DEEP)],
-)
+@pytest.mark.parametrize("kernel", ["ring", "cluster"])
 def test_forms_give_the_pair_s_bits(
-    kernel: str, form: Form, emulated: Device, monkeypatch: pytest.MonkeyPatch
+    kernel: str, emulated: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated, "find", find_form)
-    with installed(form):
+    with installed(QUADS):
         for seed in range(5):
             check(emulated, draw(seed, kernel=kernel, dtype="bfloat16", small=True))

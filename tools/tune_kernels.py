@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -104,41 +104,29 @@ class Target:
 
 _QWEN, _MIXTRAL, _DEEPSEEK, _OSS = "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"
 TARGETS = (
-    Target("qwen r16 T32/16", 27.6, 24, _QWEN, tokens=32, active=16),
-    Target("qwen r16 T128/16", 73.9, 69, _QWEN, tokens=128, active=16),
-    Target("gpt-oss r16 T32/4", 23.2, 22, _OSS, tokens=32, active=4),
-    Target("mixtral r16 T32/4", 25.3, 22, _MIXTRAL, tokens=32, active=4),
-    Target("mixtral r16 T1", 8.5, 7, _MIXTRAL),
-    Target("deepseek r16 T1", 8.4, 7.5, _DEEPSEEK),
-    Target("behind GEMM T1", 5.15, 3.4, behind=True),
-    Target("behind GEMM T32/16", 5.93, 4.5, tokens=32, active=16, behind=True),
-    Target("qwen r16 T4096/1", 255, 190, _QWEN, tokens=4096),
-    Target("qwen r16 T4096/16", 339, 290, _QWEN, tokens=4096, active=16),
-    Target("mixtral r16 T4096/16", 530, 440, _MIXTRAL, tokens=4096, active=16),
-    Target("qwen r64 T4096/16", 992, 720, _QWEN, rank=64, tokens=4096, active=16),
-    Target("qwen r64 T4096/1", 473, 369, _QWEN, rank=64, tokens=4096),
-    Target("4096 r64 T4096/4", 72.6, 58.2, rank=64, tokens=4096, active=4, width=4096),
-    Target("14336 r64 T4096/4", 155.7, 129.6, rank=64, tokens=4096, active=4, width=14336),
-    Target("qwen r8 of 64 T1", 4.2, 3.5, _QWEN, 8, max_rank=64, first_only=True),
-    Target("qwen r8 of 64 T32/16", 19.1, 12, _QWEN, 8, 32, 16, max_rank=64, first_only=True),
-    Target("qwen r8 of 64 T128/16", 59.7, 29.9, _QWEN, 8, 128, 16, max_rank=64, first_only=True),
-    Target("qwen r64 T128/16", 236, 220, _QWEN, rank=64, tokens=128, active=16),
+    Target("qwen r16 T32/16", 26, 24, _QWEN, tokens=32, active=16),
+    Target("qwen r16 T128/16", 73.3, 69, _QWEN, tokens=128, active=16),
+    Target("gpt-oss r16 T32/4", 22, 22, _OSS, tokens=32, active=4),
+    Target("mixtral r16 T32/4", 24.6, 22, _MIXTRAL, tokens=32, active=4),
+    Target("mixtral r16 T1", 8.28, 7, _MIXTRAL),
+    Target("deepseek r16 T1", 8.37, 7.5, _DEEPSEEK),
+    Target("behind GEMM T1", 4.71, 3.4, behind=True),
+    Target("behind GEMM T32/16", 6.14, 4.5, tokens=32, active=16, behind=True),
+    Target("qwen r16 T4096/1", 244, 190, _QWEN, tokens=4096),
+    Target("qwen r16 T4096/16", 334, 290, _QWEN, tokens=4096, active=16),
+    Target("mixtral r16 T4096/16", 523, 440, _MIXTRAL, tokens=4096, active=16),
+    Target("qwen r64 T4096/16", 1028, 720, _QWEN, rank=64, tokens=4096, active=16),
+    Target("qwen r64 T4096/1", 493, 369, _QWEN, rank=64, tokens=4096),
+    Target("4096 r64 T4096/4", 71.6, 58.2, rank=64, tokens=4096, active=4, width=4096),
+    Target("14336 r64 T4096/4", 154.6, 129.6, rank=64, tokens=4096, active=4, width=14336),
+    Target("qwen r8 of 64 T1", 3.98, 3.5, _QWEN, 8, max_rank=64, first_only=True),
+    Target("qwen r8 of 64 T32/16", 20.2, 12, _QWEN, 8, 32, 16, max_rank=64, first_only=True),
+    Target("qwen r8 of 64 T128/16", 66.2, 29.9, _QWEN, 8, 128, 16, max_rank=64, first_only=True),
+    Target("qwen r64 T128/16", 231, 220, _QWEN, rank=64, tokens=128, active=16),
 )
 
 
 # Which forms are tried.
-
-_ALL = {"RING_WIDE_Y": 1, "RING_ROWS": 1, "RING_PREFETCH": 2, "LISTS_PREFETCH": 1}
-_AHEAD = {"RING_PREFETCH": 2, "LISTS_PREFETCH": 1}
-_SLIM = {"RING_WEIGHT_BYTES_4": 8192, "RING_BLOCKS_4": 3}
-_FLOWING = {"RING_WIDE_Y": 1, "RING_ROWS": 1, "RING_STREAM_Y": 1}
-_BIG = {
-    "RING_WEIGHT_BYTES": 16384,
-    "RING_ROW_BYTES": 1024,
-    "RING_BLOCKS_2": 2,
-    "RING_FILL": 1,
-    "RING_WIDE_Y": 1,
-}
 
 
 def _form(defines: dict[str, int] | None = None, **shape: Any) -> Form:
@@ -151,72 +139,21 @@ _CUT = {
     for size, parts in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 2), (4, 4), (8, 2))
 }
 _RING = {
-    "wide": _form({"RING_WIDE_Y": 1}),
-    "lists": _form({"LISTS_PREFETCH": 1}),
-    "ahead": _form({"RING_PREFETCH": 1}),
-    "next": _form({"RING_PREFETCH": 2}),
-    "rows": _form({"RING_ROWS": 1}),
-    "fill": _form({"RING_FILL": 1, "RING_WIDE_Y": 1}),
-    "even": _form(even=True),
-    "even+": _form(_AHEAD, even=True),
-    "half+even": _form(_AHEAD, resident=0.5, even=True),
-    "C4x4": _form(cluster=4, least_stages=3),
-    "lines": _form({**_AHEAD, "RING_PREFETCH_LINES": 1}),
+    "quads": _form({"QUADS": 1}),
     "half": _form(resident=0.5),
-    "half+": _form(_AHEAD, resident=0.5),
-    "half+lines": _form({**_AHEAD, "RING_PREFETCH_LINES": 1}, resident=0.5),
-    "half+rows": _form(_ALL, resident=0.5),
-    "most+": _form(_AHEAD, resident=0.75),
-    "most+rows": _form(_ALL, resident=0.75),
-    "all": _form(_ALL),
-    "all+fill": _form({**_ALL, "RING_FILL": 1}),
+    "most": _form(resident=0.75),
+    "even": _form(even=True),
 }
 _CLUSTER = {
-    "lists": _form({"LISTS_PREFETCH": 1}),
-    "stay": _form({"LISTS_PREFETCH": 2}),
-    "deep": _form(deep=True),
-    "deep+": _form({"LISTS_PREFETCH": 1}, deep=True),
+    "quads": _form({"QUADS": 1}),
     "fewer": _form(spread=0.5),
     "more": _form(spread=2.0),
 }
-_WIDE_CLUSTER = {
-    "own": _form({"CLUSTER_OWN_TILES": 1}),
-    "own+": _form({"CLUSTER_OWN_TILES": 1, "LISTS_PREFETCH": 1}),
-}
-_WIDE = {
-    "slim": _form(_SLIM),
-    "slim+wide": _form({**_SLIM, "RING_WIDE_Y": 1}),
-    "slim+fill": _form({**_SLIM, "RING_FILL": 1, "RING_WIDE_Y": 1}),
-    "turn": _form({"RING_TURN_RANKS": 1}),
-    "slim+turn": _form({**_SLIM, "RING_TURN_RANKS": 1, "RING_WIDE_Y": 1}),
-    "slim+all": _form({**_SLIM, **_ALL, "RING_TURN_RANKS": 1}),
-}
-_MANY = {
-    "32": _form(tile_rows=32),
-    "32+": _form({"RING_WIDE_Y": 1, "RING_ROWS": 1}, tile_rows=32),
-    "16+": _form({"RING_WIDE_Y": 1, "RING_ROWS": 1}),
-    "stream": _form({"RING_STREAM_Y": 1, "RING_WIDE_Y": 1}),
-    "16+s": _form(_FLOWING),
-    "32+s": _form(_FLOWING, tile_rows=32),
-    "big": _form(_BIG),
-    "big+": _form({**_BIG, "RING_ROWS": 1, "RING_STREAM_Y": 1}),
-}
-
-
-_ALSO_MANY = ("wide", "rows", "next", "half", "most+rows", "all")
-_TALL_8 = {"RING_WEIGHT_BYTES_4": 8192}
-_TALL_ALL = {**_FLOWING, "RING_TURN_RANKS": 1}
-_TALL = {
-    "tall": _form(tall=True, tile_rows=16),
-    "tall+": _form(_TALL_ALL, tall=True, tile_rows=16),
-    "tall8": _form(_TALL_8, tall=True, tile_rows=16),
-    "tall8+": _form({**_TALL_8, **_TALL_ALL}, tall=True, tile_rows=16),
-    "tall8+next": _form({**_TALL_8, **_TALL_ALL, **_AHEAD}, tall=True, tile_rows=16),
+_MANY = {"8": _form(tile_rows=8), "8+quads": _form({"QUADS": 1}, tile_rows=8)}
+_WIDE_MANY = {
     "ring": _form(tile_rows=8),
-    "split": _form(split_items=256),
-    "split+": _form(split_items=512),
+    "ring+quads": _form({"QUADS": 1}, tile_rows=8),
     "rows32": _form(tile_rows=32),
-    "rows32+": _form(tile_rows=32, split_items=256),
 }
 
 
@@ -226,62 +163,35 @@ def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
     used = set(kernels) & {"ring", "cluster"}
     many = target.tokens >= _MANY_TOKENS
     if target.wide and many:
-        return _TALL
+        return _WIDE_MANY
     forms: dict[str, Form] = {}
     if "ring" in used:
         forms |= _MANY if many else {}
-        forms |= _WIDE if target.wide else {}
         forms |= _CUT if target.few else {}
-        forms |= {name: form for name, form in _RING.items() if not many or name in _ALSO_MANY}
+        forms |= _RING
     if "cluster" in used:
-        forms |= _WIDE_CLUSTER if target.wide else {}
-        forms |= {name: form for name, form in _CLUSTER.items() if name not in forms}
+        forms |= _CLUSTER
     return forms | (_SHAPES if used else {})
 
 
-_RING_AXES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("parts", (1, 2, 4)),
-    ("resident", (1.0, 0.75, 0.5)),
-    ("even", (False, True)),
-    ("RING_PREFETCH", (0, 1, 2)),
-    ("RING_PREFETCH_LINES", (0, 1)),
-    ("RING_ROWS", (0, 1)),
-    ("RING_WIDE_Y", (0, 1)),
-    ("RING_FILL", (0, 1)),
-)
-_CLUSTER_AXES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("spread", (1.0, 0.5, 2.0, 4.0)),
-    ("deep", (False, True)),
-)
-_FUSED_AXES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("cluster", (None, 1, 2, 4, 8)),
-    ("LISTS_PREFETCH", (0, 1, 2)),
-)
+_Axes = tuple[tuple[str, tuple[Any, ...]], ...]
+_FUSED_AXES: _Axes = (("cluster", (None, 1, 2, 4, 8)), ("QUADS", (0, 1)))
+_RING_AXES: _Axes = (("parts", (1, 2, 4)), ("resident", (1.0, 0.75, 0.5)), ("even", (False, True)))
+_CLUSTER_AXES: _Axes = (("spread", (1.0, 0.5, 2.0, 4.0)),)
+_ROWS_AXES: _Axes = (("tile_rows", (8, 16)),)
 
 
-def _axes(target: Target, used: set[str]) -> list[tuple[str, tuple[Any, ...]]]:
+def _axes(target: Target, used: set[str]) -> _Axes:
     """Settings that matter to a target, with their values."""
-    axes = [*_FUSED_AXES] if used else []
-    many = target.tokens >= _MANY_TOKENS
+    axes = _FUSED_AXES if used else ()
     if "ring" in used:
         axes += _RING_AXES
-        axes += [("RING_TURN_RANKS", (0, 1))] if target.wide else []
-        axes += [("RING_STREAM_Y", (0, 1))] if many else []
-        axes += [("tile_rows", (16, 32))] if many and not target.wide else []
-    if "cluster" in used:
-        axes += _CLUSTER_AXES
-        axes += [("CLUSTER_OWN_TILES", (0, 1))] if target.wide else []
-    return axes
+        axes += _ROWS_AXES if target.tokens >= _MANY_TOKENS and not target.wide else ()
+    return axes + (_CLUSTER_AXES if "cluster" in used else ())
 
 
 def _with(form: Form, name: str, value: Any) -> Form:
     return form.with_defines(**{name: value}) if name in DEFINES else replace(form, **{name: value})
-
-
-def neighbours(form: Form, target: Target, kernels: Iterable[str]) -> Iterator[Form]:
-    """Forms that differ from ``form`` in one setting."""
-    for name, values in _axes(target, set(kernels)):
-        yield from (_with(form, name, value) for value in values)
 
 
 def search(target: Target, kernels: Sequence[str]) -> Generator[Form, float | None, None]:
@@ -295,8 +205,7 @@ def search(target: Target, kernels: Sequence[str]) -> Generator[Form, float | No
     before = math.inf
     while (us := found[_best(found)]) is not None and us < _GAIN * before:
         before = us
-        used = set(kernels) | ({"ring"} if _best(found).tall else set())
-        for name, values in _axes(target, used):
+        for name, values in _axes(target, set(kernels)):
             best = _best(found)
             for form in (_with(best, name, value) for value in values):
                 if form not in found:
@@ -345,14 +254,14 @@ class PointBench:
     graphs: Graphs
     target: Target
     sets: int | None = None
-    _made: dict[Any, tuple[Workload, Outputs]] = field(default_factory=dict)
+    _made: dict[int | None, tuple[Workload, Outputs]] = field(default_factory=dict)
     _expected: list[Any] = field(default_factory=list)
     _error: float | None = None
 
     def run(self, form: Form) -> dict[str, Any]:
         """Check and time a form; the first is the one that others are compared with."""
         with installed(form), self.graphs.active():
-            work, outputs = self._workload((form.tile_rows, form.split_items))
+            work, outputs = self._workload(form.tile_rows)
             launches: list[str] = []
             outputs.restore()
             work.check.before()
@@ -381,9 +290,9 @@ class PointBench:
             "launches": list(dict.fromkeys(launches)),
         }
 
-    def _workload(self, lists: Any) -> tuple[Workload, Outputs]:
-        """For forms that want the same lists and workspace."""
-        if lists not in self._made:
+    def _workload(self, tile_rows: int | None) -> tuple[Workload, Outputs]:
+        """For forms that want the same lists."""
+        if tile_rows not in self._made:
             self._made.clear()  # one at a time has room
             point = self.target.point()
             work = make_workload(self.backend, point, Pools(self.backend), self.sets)
@@ -392,8 +301,8 @@ class PointBench:
                 parts = tuple(tuple(partial(c, rank=rank) for c in part) for part in work.parts)
                 work = replace(work, parts=parts)
             self.backend.synchronize()
-            self._made[lists] = work, Outputs.of(work)
-        return self._made[lists]
+            self._made[tile_rows] = work, Outputs.of(work)
+        return self._made[tile_rows]
 
     def _off_reference(self, work: Workload) -> float:
         """Error against the float32 reference; equal bits have an equal one."""
@@ -682,29 +591,16 @@ def compile_form(name: str) -> str:
     return ", ".join(f"{k.kernel}: {k.registers} regs {k.spills} spilled" for k in kernels)
 
 
-def programs_to_compile(targets: Sequence[Target]) -> tuple[list[str], list[str]]:
-    """Programs of the shipped and the named forms, and of those that a search may come to."""
+def programs_to_compile(targets: Sequence[Target]) -> list[str]:
+    """Programs of the shipped and the named forms; a search comes to no others."""
     plain = ["fill", "sort", "segments", "plan", "plan_large", "stream"]
     pair = ("ring", "cluster", "shrink", "expand", "shrink_stream", "expand_stream")
     plain += [f"lora_{kernel}_bfloat16" for kernel in pair] + ["lora_cluster_float16"]
     both = ("ring", "cluster")
     named = [form for target in targets for form in named_forms(target, both).values()]
-    near = [near for t in targets for form in _bases(t) for near in neighbours(form, t, both)]
-    behind = (
-        _form({"LISTS_PREFETCH": value} if value else None, deep=deep)
-        for deep in (False, True)
-        for value in (0, 1, 2)
-    )
-    first = [*plain, *(name for form in behind for name in form.programs("float16"))]
-    first += [name for form in named for name in form.programs()]
-    later = [name for form in near for name in form.programs()]
-    known = list(dict.fromkeys(first))
-    return known, [name for name in dict.fromkeys(later) if name not in set(known)]
-
-
-def _bases(target: Target) -> list[Form]:
-    named = named_forms(target, ("ring", "cluster"))
-    return [SHIPPED, *(named[name] for name in ("all", "lines") if name in named)]
+    dtypes = ("bfloat16", "float16")  # the latter behind a GEMM
+    own = [name for form in named for dtype in dtypes for name in form.programs(dtype)]
+    return list(dict.fromkeys([*plain, *own]))
 
 
 def _command(target: Target) -> list[str]:
@@ -725,10 +621,9 @@ def main(seconds: float, path: Path | None, only: Sequence[str], served: str | N
     run = Run(path, lambda target: Worker(_command(target)))
     begin = time.monotonic()
     pool = ProcessPoolExecutor(os.cpu_count() or 1, mp_context=multiprocessing.get_context("spawn"))
-    first, later = programs_to_compile(targets)
-    jobs = {pool.submit(compile_form, name): name for name in [*first, *later]}
-    wait([job for job, name in jobs.items() if name in set(first)], timeout=_COMPILE_SECONDS)
-    print(f"{len(first)} programs after {time.monotonic() - begin:.0f} s", flush=True)
+    jobs = {pool.submit(compile_form, name): name for name in programs_to_compile(targets)}
+    wait(jobs, timeout=_COMPILE_SECONDS)
+    print(f"{len(jobs)} programs after {time.monotonic() - begin:.0f} s", flush=True)
     for index, target in enumerate(targets):
         _note_compiled(run, jobs)
         left = begin + seconds - time.monotonic()

@@ -15,6 +15,7 @@
 #include "lora/hidden.cuh"
 #include "lora/items.cuh"
 #include "lora/slow_path.cuh"
+#include "lora/tuning.cuh"
 #include "ptx/async.cuh"
 
 namespace {
@@ -47,22 +48,14 @@ struct ChunkStage {
   uint4 x[2];
 };
 
-// Whether rank tile mt of an instance for MT of them is none of the adapter's `tiles`, and not to
-// be touched.
-template <int MT>
-__device__ __forceinline__ bool passes_over(i32 mt, i32 tiles) {
-  return CLUSTER_OWN_TILES != 0 && MT > 1 && mt > 0 && mt >= tiles;
-}
-
 // Fills a stage's A operands from `load(row, piece of the chunk)`.
 template <int MT, typename Load>
-__device__ __forceinline__ void each_a_piece(ChunkStage<MT>& s, i32 tiles, const Load& load) {
+__device__ __forceinline__ void each_a_piece(ChunkStage<MT>& s, const Load& load) {
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
-      if (passes_over<MT>(mt, tiles)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         s.a[u][mt][half] = load(mt * kRankTile + half * 8 + g, u * 4 + t);
@@ -187,11 +180,11 @@ struct ClusterCta {
   // One branch for all of a chunk's loads, so that they leave together.
   __device__ __forceinline__ void load_a(ChunkStage<MT>& s, i32 chunk) const {
     if (a.vector()) {
-      each_a_piece<MT>(s, rank_tiles, [&](i32 row, i32 index) {
+      each_a_piece<MT>(s, [&](i32 row, i32 index) {
         return a.load_vector(chunk < 0 ? rank : row, max_int(chunk, 0), index);
       });
     } else {
-      each_a_piece<MT>(s, rank_tiles, [&](i32 row, i32 index) {
+      each_a_piece<MT>(s, [&](i32 row, i32 index) {
         return a.gather(chunk < 0 ? rank : row, max_int(chunk, 0), index);
       });
     }
@@ -243,7 +236,6 @@ struct ClusterCta {
           const uint4 x = stages[d].x[u];
 #pragma unroll
           for (int mt = 0; mt < MT; ++mt) {
-            if (passes_over<MT>(mt, rank_tiles)) continue;
             const uint4 top = stages[d].a[u][mt][0], bottom = stages[d].a[u][mt][1];
             mma_16816<T>(acc[mt], top.x, bottom.x, top.y, bottom.y, x.x, x.y);
             mma_16816<T>(acc[mt], top.z, bottom.z, top.w, bottom.w, x.z, x.w);
@@ -261,7 +253,6 @@ struct ClusterCta {
     float* out = cells + cell * Shape::kBlock;
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
-      if (passes_over<MT>(mt, rank_tiles)) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         out[(2 * t + (e & 1)) * kPitch + mt * kRankTile + g + (e >> 1) * 8] = acc[mt][e];
@@ -347,18 +338,16 @@ struct ClusterCta {
       if (first_tile != warp) load_y(y, first_tile);
       // Everything is read before the first product. Columns beyond the last are products of their
       // own and not stored.
-      uint2 top[kColumnTiles][MT], bottom[kColumnTiles][MT];
+      Quad b[kColumnTiles][MT];
 #pragma unroll
       for (int i = 0; i < kColumnTiles; ++i) {
         const i32 column = (first_tile + i * kWarps) * kColumnTile + 2 * g;
 #pragma unroll
         for (int s = 0; s < MT; ++s) {
-          if (passes_over<MT>(s, rank_tiles)) continue;
           const i32 k = s * kRankStep + 4 * t;
           const bool valid = k < rank && column < columns.count;
           const u32 p = b_shared + (column * rank + k) * 2;
-          top[i][s] = shared8_if(p, valid);
-          bottom[i][s] = shared8_if(p + 2 * rank, valid);
+          b[i][s] = Quad(shared8_if(p, valid), shared8_if(p + 2 * rank, valid), quad_zero());
         }
       }
       float delta[kColumnTiles][4] = {};
@@ -366,13 +355,9 @@ struct ClusterCta {
       for (int s = 0; s < MT; ++s) {
         if (s >= rank_tiles) break;
 #pragma unroll
-        for (int i = 0; i < kColumnTiles; ++i) {
-          multiply_hi<T>(delta[i], top[i][s], bottom[i][s], terms[s]);
-        }
+        for (int i = 0; i < kColumnTiles; ++i) multiply_hi<T>(delta[i], b[i][s], terms[s]);
 #pragma unroll
-        for (int i = 0; i < kColumnTiles; ++i) {
-          multiply_lo<T>(delta[i], top[i][s], bottom[i][s], terms[s]);
-        }
+        for (int i = 0; i < kColumnTiles; ++i) multiply_lo<T>(delta[i], b[i][s], terms[s]);
       }
 #pragma unroll
       for (int i = 0; i < kColumnTiles; ++i) {
@@ -442,6 +427,20 @@ struct ClusterCta {
   }
 };
 
+// Brings what the lists say of the cluster's first item into the L2, while the tile count is read:
+// its tile's record, if there is such a tile, and the entries of as many slots as the threads
+// reach, which are the last to leave it. Those that the kernel ahead may still write lie in the L2
+// all the same.
+__device__ __forceinline__ void prefetch_lists(const DeltaArgs& args) {
+  constexpr i32 kLine = 128;
+  const i32 at = threadIdx.x * kLine;
+  const i32 bytes = args.num_slices * args.max_loras * static_cast<i32>(sizeof(SlotEntry));
+  if (at < bytes) prefetch_line_to_stay(reinterpret_cast<const u8*>(args.entries) + at);
+  if (threadIdx.x == kThreads - 1) {
+    prefetch_line(args.tiles + item_at(args, static_cast<i32>(cluster_index())).tile);
+  }
+}
+
 #endif
 
 }  // namespace
@@ -455,9 +454,7 @@ __global__ void __launch_bounds__(kThreads, ClusterShape<MT, STAGES>::kBlocksPer
   __shared__ __align__(8) u64 barriers[3];
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i32 size = static_cast<i32>(cluster_size()), rank_in = static_cast<i32>(cluster_rank());
-  if (LISTS_PREFETCH != 0) {
-    prefetch_lists(args, static_cast<i32>(cluster_index()), threadIdx.x, kThreads);
-  }
+  prefetch_lists(args);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3; ++i) mbarrier_init(shared_address(&barriers[i]), 1);
     fence_mbarrier_init();

@@ -106,6 +106,14 @@ __device__ __forceinline__ void multiply_lo(float (&acc)[4], uint2 top, uint2 bo
   mma_16816<T>(acc, top.x, bottom.x, top.y, bottom.y, h.lo.x, h.lo.y);
 }
 template <typename T>
+__device__ __forceinline__ void multiply_hi(float (&acc)[4], const Quad& b, const Terms& h) {
+  mma_16816<T>(acc, b, h.hi.x, h.hi.y);
+}
+template <typename T>
+__device__ __forceinline__ void multiply_lo(float (&acc)[4], const Quad& b, const Terms& h) {
+  mma_16816<T>(acc, b, h.lo.x, h.lo.y);
+}
+template <typename T>
 __device__ __forceinline__ void multiply_terms(float (&acc)[4], uint2 top, uint2 bottom,
                                                const Terms& h) {
   multiply_hi<T>(acc, top, bottom, h);

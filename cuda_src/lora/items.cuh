@@ -4,7 +4,6 @@
 // DeltaArgs is packed by cupylora/ops/_lora_fused.py.
 #pragma once
 #include "lora/operands.cuh"
-#include "lora/tuning.cuh"
 
 struct __align__(8) DeltaArgs {
   const u8* x;
@@ -51,26 +50,6 @@ __device__ __forceinline__ Item item_at(const DeltaArgs& args, i32 index) {
   const i32 rest = index - tile * per_tile;
   const i32 slice = slice_of_block(args.slices, rest);
   return Item{tile, slice, rest - args.slices.first_block[slice]};
-}
-
-// Brings what the lists say of item `first` into the L2, by `threads` threads: its tile's
-// record, if there is such a tile, and the entries of as many slots as they reach. Those that the
-// kernel ahead may still write lie in the L2 all the same.
-__device__ __forceinline__ void prefetch_lists(const DeltaArgs& args, i32 first, i32 thread,
-                                               i32 threads) {
-  constexpr i32 kLine = 128;
-  const i32 bytes = args.num_slices * args.max_loras * static_cast<i32>(sizeof(SlotEntry));
-  if (thread * kLine < bytes) {
-    const u8* line = reinterpret_cast<const u8*>(args.entries) + thread * kLine;
-    if constexpr (LISTS_PREFETCH > 1) {
-      prefetch_line_to_stay(line);
-    } else {
-      prefetch_line(line);
-    }
-  }
-  if (thread == threads - 1) {
-    prefetch_line(args.tiles + item_at(args, first).tile);
-  }
 }
 
 __device__ __forceinline__ RowMap row_map(const DeltaArgs& args) {

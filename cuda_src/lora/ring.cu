@@ -40,12 +40,9 @@ __global__ void __launch_bounds__(kThreads, RingShape<MT, NT>::kBlocksPerSm)
   float* const chain_sums = reinterpret_cast<float*>(shared.lists + 1);
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i32 size = static_cast<i32>(cluster_size()), rank_in = static_cast<i32>(cluster_rank());
-  if (LISTS_PREFETCH != 0 && warp == kConsumers) {
-    prefetch_lists(args, static_cast<i32>(cluster_index()), lane, kWarp);
-  }
   if (threadIdx.x == 0) {
     for (int s = 0; s < kMaxStages; ++s) {
-      mbarrier_init(shared.full + 8 * s, kFullArrivals);
+      mbarrier_init(shared.full + 8 * s, 1);
       mbarrier_init(shared.empty + 8 * s, kConsumers);
     }
     mbarrier_init(shared.pushed, 1);

@@ -4,6 +4,7 @@
 #pragma once
 #include "lora/hidden.cuh"
 #include "lora/ring_layout.cuh"
+#include "lora/tuning.cuh"
 #include "ptx/async.cuh"
 
 #if __CUDA_ARCH__ >= 900
@@ -17,14 +18,16 @@ struct ChunkOperands {
 
 template <typename T, int NT>
 __device__ __forceinline__ void multiply_chunk(float (&acc)[NT][4], const ChunkOperands<NT>& c) {
+  const u32 zero = NT > 1 ? quad_zero() : 0;  // else a fragment has one product
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
+    const uint4 top = c.top[u], bottom = c.bottom[u];
+    const Quad low(make_uint2(top.x, top.y), make_uint2(bottom.x, bottom.y), zero);
+    const Quad high(make_uint2(top.z, top.w), make_uint2(bottom.z, bottom.w), zero);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      mma_16816<T>(acc[nt], c.top[u].x, c.bottom[u].x, c.top[u].y, c.bottom[u].y, c.x[u][nt].x,
-                   c.x[u][nt].y);
-      mma_16816<T>(acc[nt], c.top[u].z, c.bottom[u].z, c.top[u].w, c.bottom[u].w, c.x[u][nt].z,
-                   c.x[u][nt].w);
+      mma_16816<T>(acc[nt], low, c.x[u][nt].x, c.x[u][nt].y);
+      mma_16816<T>(acc[nt], high, c.x[u][nt].z, c.x[u][nt].w);
     }
   }
 }
@@ -65,36 +68,6 @@ __device__ __noinline__ void bypass_chains(const DeltaArgs& args, BypassedRange<
   }
 }
 
-// WORDS neighbouring 4-byte words of y, accessed together.
-template <int WORDS>
-struct WordsOf {
-  u32 word[WORDS];
-
-  __device__ __forceinline__ void load(u32 shared) {
-    if constexpr (WORDS == 4) {
-      const uint4 v = shared16_if(shared, true);
-      word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
-    } else if constexpr (WORDS == 2) {
-      const uint2 v = shared8_if(shared, true);
-      word[0] = v.x, word[1] = v.y;
-    } else {
-      word[0] = shared4(shared);
-    }
-  }
-  template <bool STREAMED>
-  __device__ __forceinline__ void store_if(void* address, bool valid) const {
-    if constexpr (WORDS == 4 && STREAMED) {
-      if (valid) store16_streaming(address, make_uint4(word[0], word[1], word[2], word[3]));
-    } else if constexpr (WORDS == 4) {
-      store16_if(address, make_uint4(word[0], word[1], word[2], word[3]), valid);
-    } else if constexpr (WORDS == 2) {
-      store8_if(address, make_uint2(word[0], word[1]), valid);
-    } else {
-      store4_if(address, word[0], valid);
-    }
-  }
-};
-
 // One of the warps that empty the ring. Its lane (g, t) has h of rank rows g and g + 8 of a rank
 // tile at tokens 2t and 2t + 1, and of y the column pairs 2g of a column tile at those tokens.
 template <typename T, int MT, int NT>
@@ -109,10 +82,9 @@ struct Consumer {
   float* const arriving;    // h of each CTA, for two items
   const i32 size, rank_in, warp, g, t;
   RingPlace place;
-  i32 flip;  // which of the two buffers of chain sums
+  u32 turns;  // bit 0: which of the two buffers of chain sums; above it: items so far
 
   ItemHead item;
-  StageFill<Shape> fill;
   u64 y_row[NT][2];
 
   __device__ __forceinline__ void wait_full() const {
@@ -140,33 +112,12 @@ struct Consumer {
     return true;
   }
 
-  // Where rows of x and y lie in the stage. A stage filled by bytes has room for the tile's own
-  // rows alone: of others the last one is read, as nothing is made of it.
-  __device__ __forceinline__ u32 own_row(i32 row) const {
-    return max_int(0, min_int(row, item.rows - 1));
-  }
-  __device__ __forceinline__ u32 x_place() const {
-    if constexpr (RING_FILL == 0) return shared.rows(place.stage) + g * kRowPitch;
-    return shared.weights(place.stage) + fill.x() + own_row(g) * fill.x_pitch();
-  }
-  // From there to the row of n-tile nt.
-  __device__ __forceinline__ u32 x_group(i32 nt) const {
-    if constexpr (RING_FILL == 0) return nt * 8 * kRowPitch;
-    return (own_row(nt * 8 + g) - own_row(g)) * fill.x_pitch();
-  }
-  __device__ __forceinline__ u32 y_place(i32 nt, i32 j) const {
-    if constexpr (RING_FILL == 0) {
-      return shared.rows(place.stage) + 2 * t * kRowPitch + (nt * 8 + j) * kRowPitch;
-    }
-    return shared.weights(place.stage) + fill.y() + own_row(nt * 8 + 2 * t + j) * fill.y_pitch();
-  }
-
   __device__ __forceinline__ void load_chunk(ChunkOperands<NT>& c, i32 chunk, i32 in_stage,
                                              i32 rank_tile) const {
     const i32 row = rank_tile * kRankTile + g;
     const bool top_valid = row < item.rank, bottom_valid = row + 8 < item.rank;
     const u32 start = shared.weights(place.stage) + in_stage * kChunkBytes * item.rank;
-    const u32 x = x_place() + in_stage * kChunkBytes + t * 16;
+    const u32 x = shared.rows(place.stage) + g * kRowPitch + in_stage * kChunkBytes + t * 16;
     const i32 width = args.in_features - chunk * kChunk;
     if (width >= kChunk) {
       // Piece 4 + t lies 64 bytes off in x, and under the swizzle at the other value of bit 6 in A.
@@ -177,7 +128,7 @@ struct Consumer {
         c.bottom[u] = shared16_if((a ^ (u * 64)) + 8 * kChunkBytes, bottom_valid);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          c.x[u][nt] = shared16_if(x + u * 64 + x_group(nt), true);
+          c.x[u][nt] = shared16_if(x + u * 64 + nt * 8 * kRowPitch, true);
         }
       }
       return;
@@ -191,7 +142,7 @@ struct Consumer {
       c.bottom[u] = shared16_if(top + 16 * width, in_k && bottom_valid);
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        c.x[u][nt] = shared16_if(x + u * 64 + x_group(nt), in_k);
+        c.x[u][nt] = shared16_if(x + u * 64 + nt * 8 * kRowPitch, in_k);
       }
     }
   }
@@ -213,8 +164,8 @@ struct Consumer {
     }
     const i32 rank_tile = warp / share.ways, first_chain = warp % share.ways;
     const i32 pitch = share.pitch(), block = kTokens * pitch;
-    float* const buffer = chain_sums + flip * args.chain_floats;
-    flip ^= 1;
+    float* const buffer = chain_sums + (turns & 1) * args.chain_floats;
+    turns ^= 1;
 #pragma unroll
     for (int j = 0; j < MT; ++j) {
       if (j * share.ways >= kChains) continue;
@@ -275,53 +226,6 @@ struct Consumer {
     }
   }
 
-  // The same of stages filled by bytes, whose chunks run on across ranges: each warp walks the
-  // stages up to the one that holds its next chunk. Two warps are a stage apart at most, since they
-  // meet once a range: two stages in the ring are enough.
-  __device__ __forceinline__ void shrink_on(const RankShare<MT>& share, float (&own)[NT * MT]) {
-    const i32 rank_tile = warp / share.ways, first_chain = warp % share.ways;
-    const i32 ranges = order.ranges / size, first_range = rank_in * ranges;
-    const i32 share_end = order.first(first_range + ranges);
-    i32 held = order.first(first_range);  // first chunk of the stage at hand
-    const bool through = item.bulk != 0 && held < share_end;
-    if (!through) release();
-    TreeSum<> tree[NT * MT];
-    for (i32 r = 0; r < ranges; ++r) {
-      const i32 begin = order.first(first_range + r), end = order.first(first_range + r + 1);
-      float acc[MT][NT][4] = {};
-      if (item.bulk == 0) {
-        bypass_range(share, begin, end, acc);
-      } else {
-        for (i32 base = begin; base < end; base += kChains) {
-#pragma unroll
-          for (int j = 0; j < MT; ++j) {
-            const i32 chunk = base + j * share.ways + first_chain;
-            if (j * share.ways < kChains && chunk < end) {
-              for (; chunk >= held + fill.chunks; held += fill.chunks) next_stage();
-              ChunkOperands<NT> c;
-              load_chunk(c, chunk, chunk - held, rank_tile);
-              multiply_chunk<T>(acc[j], c);
-            }
-          }
-        }
-      }
-      float sums[NT * MT] = {};
-      add_range(share, acc, sums);
-#pragma unroll
-      for (int i = 0; i < NT * MT; ++i) {
-        // Of fewer rank tiles a thread has fewer elements.
-        if (i < NT * share.tiles) own[i] = tree[i].add(r, sums[i]);
-      }
-    }
-    if (!through) return;
-    for (; held + fill.chunks < share_end; held += fill.chunks) next_stage();
-    release();
-  }
-  __device__ __forceinline__ void next_stage() {
-    release();
-    wait_full();
-  }
-
   __device__ __forceinline__ void bypass_range(const RankShare<MT>& share, i32 begin, i32 end,
                                                float (&acc)[MT][NT][4]) const {
     BypassedRange<MT, NT> range;  // in memory, unlike `acc`
@@ -345,10 +249,11 @@ struct Consumer {
   // Gives the CTA's sums to all CTAs of the cluster. Returns where those of all are:
   // [CTA][token][rank].
   __device__ __forceinline__ const float* exchange(const RankShare<MT>& share,
-                                                   const float (&own)[NT * MT], i32 round) {
+                                                   const float (&own)[NT * MT]) {
+    const u32 buffer = turns >> 1 & 1;
     const i32 ranks = share.ranks(), source_floats = kTokens * ranks;
-    float* const incoming = arriving + (round & 1) * size * kTokens * args.sum_ranks;
-    const u32 arrived = shared.pushed + 8 * (round & 1);
+    float* const incoming = arriving + buffer * size * kTokens * args.sum_ranks;
+    const u32 arrived = shared.pushed + 8 * buffer;
     if (size > 1 && threadIdx.x == 0) {
       mbarrier_expect(arrived, static_cast<u32>(size * item.rows * ranks * 4));
     }
@@ -371,7 +276,7 @@ struct Consumer {
     if (size == 1) {
       barrier_of(kConsumerBarrier, kConsumerThreads);
     } else {
-      mbarrier_wait(arrived, (round >> 1) & 1);
+      mbarrier_wait(arrived, turns >> 2 & 1);
     }
     return incoming;
   }
@@ -398,94 +303,79 @@ struct Consumer {
     }
   }
 
-  // Column tiles that a warp takes together of an adapter of 16 RT ranks.
-  template <int RT>
-  static constexpr int kTilesOf =
-      kConsumers / RT * (MT == 4 && RT > 1 && Shape::kWeightBytes > 8192 ? 2 : 1);
-
   // Of B in the stage: column `column` and the one behind it, this lane's ranks of every step.
+  // Where columns lie 64 or 128 bytes apart, lanes of different g take the steps in different
+  // order, so that they meet different banks.
   template <int RT>
-  __device__ __forceinline__ void load_b(uint2 (&top)[RT], uint2 (&bottom)[RT], i32 column) const {
-    constexpr int kTurns = RING_TURN_RANKS != 0 ? RT - 1 : 0;
+  __device__ __forceinline__ void load_b(Quad (&to)[RT], i32 column) const {
+    constexpr int kTurns = MT == 4 ? RT - 1 : 0;
+    // Where lanes change steps, their values come of an operation as it is.
+    const u32 zero = kTurns == 0 ? quad_zero() : 0;
     const u32 b = shared.weights(place.stage) + (column * item.rank + 4 * t) * 2;
 #pragma unroll
     for (int s = 0; s < RT; ++s) {
       const i32 step = s ^ (g & kTurns);
       const bool in_rank = step * kRankStep + 4 * t < item.rank;
-      top[s] = shared8_if(b + step * kRankStep * 2, in_rank);
-      bottom[s] = shared8_if(b + step * kRankStep * 2 + 2 * item.rank, in_rank);
+      const uint2 top = shared8_if(b + step * kRankStep * 2, in_rank);
+      const uint2 bottom = shared8_if(b + step * kRankStep * 2 + 2 * item.rank, in_rank);
+      to[s] = Quad(top, bottom, zero);
     }
-    if constexpr (kTurns >= 1) turn_back<1>(top, bottom);
-    if constexpr (kTurns >= 2) turn_back<2>(top, bottom);
+    if constexpr (kTurns >= 1) turn_back<1>(to);
+    if constexpr (kTurns >= 2) turn_back<2>(to);
   }
   // Changes places s and s ^ BIT in lanes whose g has that bit.
   template <int BIT, int RT>
-  __device__ __forceinline__ void turn_back(uint2 (&top)[RT], uint2 (&bottom)[RT]) const {
+  __device__ __forceinline__ void turn_back(Quad (&b)[RT]) const {
     const bool turned = (g & BIT) != 0;
 #pragma unroll
     for (int s = 0; s < RT; ++s) {
       if ((s & BIT) != 0) continue;
-      change_if(turned, top[s], top[s | BIT]);
-      change_if(turned, bottom[s], bottom[s | BIT]);
-    }
-  }
-  static __device__ __forceinline__ void change_if(bool turned, uint2& a, uint2& b) {
-    const uint2 first = turned ? b : a, second = turned ? a : b;
-    a = first;
-    b = second;
-  }
-
-  template <int RT>
-  static __device__ __forceinline__ void multiply_b(float (&delta)[kTilesOf<RT>][NT][4],
-                                                    const uint2 (&top)[kTilesOf<RT>][RT],
-                                                    const uint2 (&bottom)[kTilesOf<RT>][RT],
-                                                    const Terms (&terms)[NT][MT]) {
-#pragma unroll
-    for (int s = 0; s < RT; ++s) {
-#pragma unroll
-      for (int i = 0; i < kTilesOf<RT>; ++i) {
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          multiply_hi<T>(delta[i][nt], top[i][s], bottom[i][s], terms[nt][s]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kTilesOf<RT>; ++i) {
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          multiply_lo<T>(delta[i][nt], top[i][s], bottom[i][s], terms[nt][s]);
-        }
-      }
+      const Quad first = b[s], second = b[s | BIT];
+      b[s] = turned ? second : first;
+      b[s | BIT] = turned ? first : second;
     }
   }
 
-  // This warp's column tiles, from column `at` of a stage that holds B and y, which is column c of
-  // the CTA's, for an adapter of up to 16 RT ranks, a multiple of 4: everything is read before the
-  // first product. Columns beyond the `valid` ones from c on are products of their own and not
-  // stored.
+  // This warp's column tiles of a stage that holds B and y, for an adapter of up to 16 RT ranks, a
+  // multiple of 4: everything is read before the first product.
   template <int RT>
-  __device__ __forceinline__ void expand_stage(i32 c, i32 at, i32 valid,
-                                               const Terms (&terms)[NT][MT],
+  __device__ __forceinline__ void expand_stage(i32 c, i32 valid, const Terms (&terms)[NT][MT],
                                                const float (&scale)[NT][2]) const {
-    constexpr int kTiles = kTilesOf<RT>;
-    uint2 top[kTiles][RT], bottom[kTiles][RT];
+    constexpr int kTiles = kConsumers / RT * (MT == 4 && RT > 1 ? 2 : 1);
+    Quad b[kTiles][RT];
     u32 before[kTiles][NT][2];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const i32 column = (warp + i * kConsumers) * kColumnTile + 2 * g;
-      load_b<RT>(top[i], bottom[i], at + column);
+      const u32 y = shared.rows(place.stage) + 2 * t * kRowPitch + 2 * column;
+      load_b<RT>(b[i], column);
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          before[i][nt][j] = shared4(y_place(nt, j) + 2 * (at + column));
-        }
+        for (int j = 0; j < 2; ++j) before[i][nt][j] = shared4(y + (nt * 8 + j) * kRowPitch);
       }
     }
     float delta[kTiles][NT][4] = {};
-    multiply_b<RT>(delta, top, bottom, terms);
+#pragma unroll
+    for (int s = 0; s < RT; ++s) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          multiply_hi<T>(delta[i][nt], b[i][s], terms[nt][s]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          multiply_lo<T>(delta[i][nt], b[i][s], terms[nt][s]);
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
+      // Columns beyond the valid ones are products of their own and not stored.
       const i32 column = (warp + i * kConsumers) * kColumnTile + 2 * g;
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
@@ -500,67 +390,11 @@ struct Consumer {
     }
   }
 
-  // The same with a lane's columns side by side, one access to y a token. Lanes of odd g take the
-  // tiles of a pair in turned order, so that a load of B meets no bank more often than it would
-  // with the columns apart.
-  template <int RT>
-  __device__ __forceinline__ void expand_wide(i32 c, i32 at, i32 valid,
-                                              const Terms (&terms)[NT][MT],
-                                              const float (&scale)[NT][2]) const {
-    constexpr int kTiles = kTilesOf<RT>, kPair = kTiles > 1 ? 1 : 0;
-    const bool turned = (g & kPair) != 0;
-    const i32 first = (warp * 8 + g) * 2 * kTiles;
-    uint2 top[kTiles][RT], bottom[kTiles][RT];
-    WordsOf<kTiles> before[NT][2];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      const i32 column = at + first + 2 * (i ^ (g & kPair));
-      load_b<RT>(top[i], bottom[i], column);
-    }
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) before[nt][j].load(y_place(nt, j) + 2 * (at + first));
-    }
-    float delta[kTiles][NT][4] = {};
-    multiply_b<RT>(delta, top, bottom, terms);
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        WordsOf<kTiles> after;
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          const float (&own)[4] = delta[i][nt];
-          const float (&other)[4] = delta[i ^ kPair][nt];
-          after.word[i] = add_pair<T>(before[nt][j].word[i], turned ? other[j] : own[j],
-                                      turned ? other[2 + j] : own[2 + j], scale[nt][j]);
-        }
-        after.template store_if<Shape::kStreamsY>(
-            reinterpret_cast<u8*>(y_row[nt][j]) + 2 * (c + first),
-            nt * 8 + 2 * t + j < item.rows && first < valid);
-      }
-    }
-  }
-
-  template <int RT>
-  __device__ __forceinline__ void expand_columns(i32 c, i32 valid, const Terms (&terms)[NT][MT],
-                                                 const float (&scale)[NT][2]) const {
-    constexpr int kColumns = kTilesOf<RT> * kConsumers * kColumnTile;
-    for (i32 at = 0; at < (RING_FILL == 0 ? 1 : valid); at += kColumns) {
-      if constexpr (RING_WIDE_Y == 0) {
-        expand_stage<RT>(c + at, at, valid - at, terms, scale);
-      } else {
-        expand_wide<RT>(c + at, at, valid - at, terms, scale);
-      }
-    }
-  }
-
   __device__ __forceinline__ void expand(const RankShare<MT>& share, const Terms (&terms)[NT][MT],
                                          const float (&scale)[NT][2]) {
     const bool whole = item.bulk == 2 && item.rank % 4 == 0;
-    for (i32 c = 0; c < item.columns; c += fill.columns) {
-      const i32 valid = min_int(fill.columns, item.columns - c);
+    for (i32 c = 0; c < item.columns; c += share.stage_columns) {
+      const i32 valid = min_int(share.stage_columns, item.columns - c);
       if (item.bulk != 0) wait_full();
       if (!whole) {
         AnyStage<MT, NT> any;  // in memory, unlike what it is made of
@@ -584,27 +418,22 @@ struct Consumer {
         any.valid = valid;
         expand_any<T, kConsumers>(args, any);
       } else if (share.tiles == 1) {
-        expand_columns<1>(c, valid, terms, scale);
+        expand_stage<1>(c, valid, terms, scale);
       } else if (share.tiles == 2) {
-        expand_columns < MT<2 ? MT : 2>(c, valid, terms, scale);
+        expand_stage < MT<2 ? MT : 2>(c, valid, terms, scale);
       } else {
-        expand_columns<MT>(c, valid, terms, scale);
+        expand_stage<MT>(c, valid, terms, scale);
       }
       if (item.bulk != 0) release();
     }
   }
 
   __device__ __forceinline__ void run() {
-    for (i32 round = 0; read_header(); ++round) {
+    for (; read_header(); turns += 2) {
       const RankShare<MT> share(item.rank);
-      fill = StageFill<Shape>(share, item.rank, item.rows);
       float own[NT * MT] = {};
-      if constexpr (RING_FILL == 0) {
-        shrink(share, own);
-      } else {
-        shrink_on(share, own);
-      }
-      const float* incoming = exchange(share, own, round);
+      shrink(share, own);
+      const float* incoming = exchange(share, own);
       Terms terms[NT][MT];
       float scale[NT][2];
       read_terms(share, incoming, terms, scale);

@@ -3,16 +3,13 @@
 #pragma once
 #include "lora/items.cuh"
 #include "lora/slow_path.cuh"
-#include "lora/tuning.cuh"
 
 constexpr int kConsumers = 4;
 constexpr int kConsumerThreads = kConsumers * kWarp;
 constexpr int kThreads = kConsumerThreads + kWarp;
 constexpr int kConsumerBarrier = 1;
 constexpr int kMaxStages = 6;
-// Arrivals that fill a stage: of the lane that announces its bytes, and of every copying lane.
-constexpr int kFullArrivals = RING_ROWS == 0 ? 1 : 1 + kWarp;
-constexpr int kRowBytes = RING_ROW_BYTES;  // of a tile's row in a stage
+constexpr int kRowBytes = 512;  // of a tile's row in a stage
 // Bytes from row to row: the rows that a warp reads together fall into different banks.
 constexpr int kRowPitch = kRowBytes + 16;
 
@@ -21,12 +18,9 @@ template <int MT, int NT>
 struct RingShape {
   static constexpr int kRankTiles = MT;
   static constexpr int kTokens = NT * 8;
-  static constexpr int kWeightBytes = MT == 4 ? RING_WEIGHT_BYTES_4 : RING_WEIGHT_BYTES;
+  static constexpr int kWeightBytes = MT == 4 ? 16384 : 8192;
   static constexpr int kStageBytes = kWeightBytes + kTokens * kRowPitch;
-  static constexpr bool kStreamsY = RING_STREAM_Y != 0 && NT > 1;
-  static constexpr int kFewBlocks = MT == 4 ? RING_BLOCKS_4 : 2;
-  static constexpr int kMoreBlocks = MT * NT == 2 ? RING_BLOCKS_2 : kFewBlocks;
-  static constexpr int kBlocksPerSm = MT * NT == 1 ? RING_BLOCKS_1 : kMoreBlocks;
+  static constexpr int kBlocksPerSm = MT * NT == 1 ? 4 : MT * NT == 2 ? 3 : 2;
 };
 
 // How an item's rank divides the work among the warps: `ways` of them share a rank tile and take
@@ -43,7 +37,7 @@ struct RankShare {
     const i32 log = MT == 1 || rank <= 16 ? 0 : MT == 2 || rank <= 32 ? 1 : 2;
     tiles = 1 << log;
     ways = 4 >> log;
-    per_warp = MT == 4 && log > 0 && RING_WEIGHT_BYTES_4 > 8192 ? 2 : 1;
+    per_warp = MT == 4 && log > 0 ? 2 : 1;
     rank_shift = 4 + log;
     stage_columns = (256 >> log) * per_warp;
   }
@@ -51,41 +45,6 @@ struct RankShare {
   __device__ __forceinline__ i32 stage_chunks() const { return ways * per_warp; }
   // Floats from token to token of the chains' sums.
   __device__ __forceinline__ i32 pitch() const { return ranks() + (MT == 1 ? 2 : 4); }
-};
-
-// What a stage has room for of an item, and where its rows lie behind the weights.
-template <typename Shape>
-struct StageFill {
-  static constexpr u32 kPad = kRowPitch - kRowBytes;
-
-  i32 rank;
-  i32 chunks;   // of A and x
-  i32 columns;  // of B and y, a multiple of 64
-
-  StageFill() = default;
-  __device__ __forceinline__ StageFill(const RankShare<Shape::kRankTiles>& share, i32 rank,
-                                       i32 rows)
-      : rank(rank), chunks(share.stage_chunks()), columns(share.stage_columns) {
-    if constexpr (RING_FILL != 0) {
-      // A chunk of a row of A or x, and 64 columns of a rank of B or a row of y, are 128 bytes
-      // each.
-      chunks = (Shape::kStageBytes - rows * static_cast<i32>(kPad)) / (kChunkBytes * (rank + rows));
-      columns = chunks * 64 & -share.stage_columns;  // the expand takes so many at a time
-    }
-  }
-  // Bytes from a stage's start to its first row of x and of y, and from row to row.
-  __device__ __forceinline__ u32 x() const {
-    return RING_FILL == 0 ? Shape::kWeightBytes : chunks * kChunkBytes * rank;
-  }
-  __device__ __forceinline__ u32 x_pitch() const {
-    return RING_FILL == 0 ? kRowPitch : chunks * kChunkBytes + kPad;
-  }
-  __device__ __forceinline__ u32 y() const {
-    return RING_FILL == 0 ? Shape::kWeightBytes : columns * 2 * rank;
-  }
-  __device__ __forceinline__ u32 y_pitch() const {
-    return RING_FILL == 0 ? kRowPitch : columns * 2 + kPad;
-  }
 };
 
 // What producer and consumers know of an item.

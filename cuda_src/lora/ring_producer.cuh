@@ -22,7 +22,6 @@ struct Producer {
     ItemHead head;
     const u8 *a, *b;          // b at the CTA's first column
     const u8 *x_row, *y_row;  // of this lane's row, y at the CTA's first column
-    StageFill<Shape> fill;
   };
 
   __device__ __forceinline__ void wait_ahead() {
@@ -32,46 +31,12 @@ struct Producer {
   }
   __device__ __forceinline__ void claim() {
     mbarrier_wait(shared.empty + 8 * place.stage, place.parity ^ 1);
-    // Weights may come to where cp.async left rows, which has been read by now.
-    if (RING_ROWS != 0 && RING_FILL != 0) fence_async_proxy();
   }
-  // Announces what will come into the claimed stage: bytes of weights and of each of `rows` rows.
-  __device__ __forceinline__ u32 announce(u32 weight_bytes, u32 row_bytes = 0, i32 rows = 0) {
+  // Announces what will come into the claimed stage.
+  __device__ __forceinline__ u32 announce(u32 bytes) {
     const u32 full = shared.full + 8 * place.stage;
-    const u32 bytes = weight_bytes + (RING_ROWS == 0 ? row_bytes * rows : 0);
     if (lane == 0) mbarrier_expect(full, bytes);
     return full;
-  }
-  // Behind all copies into a stage.
-  __device__ __forceinline__ void copied(u32 full) const {
-    if constexpr (RING_ROWS != 0) mbarrier_arrive_async(full);
-  }
-  // `bytes` of each of `rows` rows, from `row` of the lane of that number on; STREAMED: they are
-  // read once.
-  template <bool STREAMED>
-  __device__ __forceinline__ void copy_rows(u32 to, u32 pitch, const u8* row, u32 bytes, i32 rows,
-                                            u32 full) const {
-    if constexpr (RING_ROWS == 0) {
-      if (lane >= rows) return;
-      if constexpr (STREAMED) {
-        bulk_load_hinted(to + lane * pitch, row, bytes, full, evict_first_policy());
-      } else {
-        bulk_load(to + lane * pitch, row, bytes, full);
-      }
-    } else {
-      const u64 own = reinterpret_cast<u64>(row);
-#pragma unroll 4
-      for (i32 r = 0; r < rows; ++r, to += pitch) {
-        const u8* from = reinterpret_cast<const u8*>(__shfl_sync(kFullMask, own, r));
-        for (u32 at = lane * 16; at < bytes; at += kWarp * 16) {
-          if constexpr (STREAMED) {
-            copy16_async_if(to + at, from + at, true, evict_first_policy());
-          } else {
-            copy16_async(to + at, from + at, 16);
-          }
-        }
-      }
-    }
   }
 
   struct Chunks {
@@ -81,24 +46,16 @@ struct Producer {
   __device__ __forceinline__ u32 row_bytes(const Chunks& chunks) const {
     return 2u * min_int(chunks.count * kChunk, args.in_features - chunks.first * kChunk);
   }
-  __device__ __forceinline__ void copy_x(const Work& work, i32 stage, i32 chunk, u32 bytes) const {
-    copy_rows<false>(shared.weights(stage) + work.fill.x(), work.fill.x_pitch(),
-                     work.x_row + static_cast<i64>(chunk) * kChunkBytes, bytes, work.head.rows,
-                     shared.full + 8 * stage);
-    copied(shared.full + 8 * stage);
+  __device__ __forceinline__ void copy_x(const Work& work, const Chunks& chunks, u32 full) {
+    if (lane < work.head.rows) {
+      bulk_load(shared.rows(place.stage) + lane * kRowPitch,
+                work.x_row + static_cast<i64>(chunks.first) * kChunkBytes, row_bytes(chunks), full);
+    }
   }
   // x of `held` stages from `begin` on, whose headers say which chunks they hold: every lane takes
   // rows of other stages, since the first item's x is what all wait for.
   __device__ __forceinline__ void copy_held_x(const RingPlace& begin, i32 held, const Work& work) {
     wait_ahead();
-    if constexpr (RING_ROWS != 0) {
-      RingPlace at = begin;
-      for (i32 n = 0; n < held; ++n, at.advance(shared.stage_count)) {
-        const Header<Shape::kTokens>& header = shared.headers[at.stage];
-        copy_x(work, at.stage, header.x_chunk, header.x_bytes);
-      }
-      return;
-    }
     const u64 row_address = reinterpret_cast<u64>(work.x_row);
     for (i32 base = 0; base < held * work.head.rows; base += kWarp) {
       const i32 i = base + lane, n = i / work.head.rows, row = i - n * work.head.rows;
@@ -107,7 +64,7 @@ struct Producer {
       i32 stage = begin.stage + n;
       if (stage >= shared.stage_count) stage -= shared.stage_count;
       const Header<Shape::kTokens>& header = shared.headers[stage];
-      bulk_load(shared.weights(stage) + work.fill.x() + row * work.fill.x_pitch(),
+      bulk_load(shared.rows(stage) + row * kRowPitch,
                 reinterpret_cast<const u8*>(from) + static_cast<i64>(header.x_chunk) * kChunkBytes,
                 header.x_bytes, shared.full + 8 * stage);
     }
@@ -117,10 +74,8 @@ struct Producer {
   template <typename Visit>
   __device__ __forceinline__ void each_stage(i32 stage_chunks, const Visit& visit) const {
     const i32 own = order.ranges / size;
-    // Stages of a fixed number of chunks end with each range, others with the CTA's share.
-    const i32 step = RING_FILL == 0 ? 1 : own;
-    for (i32 r = rank_in * own; r < (rank_in + 1) * own; r += step) {
-      const i32 end = order.first(r + step);
+    for (i32 r = rank_in * own; r < (rank_in + 1) * own; ++r) {
+      const i32 end = order.first(r + 1);
       for (i32 c = order.first(r); c < end; c += stage_chunks) {
         visit(Chunks{c, min_int(stage_chunks, end - c)});
       }
@@ -135,41 +90,16 @@ struct Producer {
     __syncwarp();
   }
 
-  // Brings what is still to come of the CTA's weights into the L2: A from a chunk on, and B.
-  __device__ __forceinline__ void prefetch_rest(const Work& work, i32 first_chunk) const {
-    if (RING_PREFETCH == 0) return;
-    const i32 own = order.ranges / size;
-    const i32 first = max_int(first_chunk, order.first(rank_in * own));
-    const i32 end = order.first((rank_in + 1) * own);
-    if (first < end) {
-      const AView a{work.a, work.head.rank, args.in_features, true};
-      prefetch(a.base + a.chunk_offset(first),
-               row_bytes(Chunks{first, end - first}) * work.head.rank);
-    }
-    const u32 b_bytes = 2u * work.head.columns * work.head.rank;
-    prefetch(work.b, b_bytes);
-  }
-  __device__ __forceinline__ void prefetch(const u8* from, u32 bytes) const {
-    constexpr u32 kLine = 128;
-    if constexpr (RING_PREFETCH_LINES == 0) {
-      if (lane == 0 && bytes > 0) bulk_prefetch(from, bytes);
-    } else {
-      for (u32 at = lane * kLine; at < bytes; at += kWarp * kLine) prefetch_line(from + at);
-    }
-  }
-
   // A and x. The first item's first weights are asked for before the kernel ahead has ended; its x
   // comes after that.
   __device__ __forceinline__ void shrink(const Work& work) {
     const AView a{work.a, work.head.rank, args.in_features, true};
+    const i32 stage_chunks = RankShare<Shape::kRankTiles>(work.head.rank).stage_chunks();
     const RingPlace begin = place;
     i32 held = 0;
     bool first = true;
-    each_stage(work.fill.chunks, [&](const Chunks& chunks) {
-      if (wait && held == shared.stage_count) {
-        prefetch_rest(work, chunks.first);
-        copy_held_x(begin, held, work);
-      }
+    each_stage(stage_chunks, [&](const Chunks& chunks) {
+      if (wait && held == shared.stage_count) copy_held_x(begin, held, work);
       claim();
       if (first) write_header(work);
       first = false;
@@ -182,18 +112,15 @@ struct Producer {
         __syncwarp();
         ++held;
       }
-      const u32 full = announce(bytes * work.head.rank, bytes, work.head.rows);
+      const u32 full = announce(bytes * (work.head.rank + work.head.rows));
       if (lane == 0) {
         bulk_load(shared.weights(place.stage), a.base + a.chunk_offset(chunks.first),
                   bytes * work.head.rank, full);
       }
-      if (!wait) copy_x(work, place.stage, chunks.first, bytes);
+      if (!wait) copy_x(work, chunks, full);
       place.advance(shared.stage_count);
     });
-    if (wait) {
-      prefetch_rest(work, order.chunks);
-      copy_held_x(begin, held, work);
-    }
+    if (wait) copy_held_x(begin, held, work);
     // A CTA without chunks still has to say what the item is.
     if (first) header_alone(work);
   }
@@ -201,24 +128,25 @@ struct Producer {
   __device__ __forceinline__ void header_alone(const Work& work) {
     claim();
     write_header(work);
-    copied(announce(0));
+    announce(0);
     place.advance(shared.stage_count);
   }
 
   __device__ __forceinline__ void expand(const Work& work) {
-    const i32 step = work.fill.columns;
-    const i32 y_rows = work.head.bulk == 2 ? work.head.rows : 0;
+    const i32 step = RankShare<Shape::kRankTiles>(work.head.rank).stage_columns;
+    const u32 y_rows = work.head.bulk == 2 ? work.head.rows : 0;
     for (i32 c = 0; c < work.head.columns; c += step) {
       const u32 bytes = 2u * min_int(step, work.head.columns - c);
       claim();
-      const u32 full = announce(bytes * work.head.rank, bytes, y_rows);
+      const u32 full = announce(bytes * (work.head.rank + y_rows));
       if (lane == 0) {
         bulk_load(shared.weights(place.stage), work.b + static_cast<i64>(c) * work.head.rank * 2,
                   bytes * work.head.rank, full);
       }
-      copy_rows<Shape::kStreamsY>(shared.weights(place.stage) + work.fill.y(), work.fill.y_pitch(),
-                                  work.y_row + 2 * static_cast<i64>(c), bytes, y_rows, full);
-      copied(full);
+      if (lane < y_rows) {
+        bulk_load(shared.rows(place.stage) + lane * kRowPitch, work.y_row + 2 * static_cast<i64>(c),
+                  bytes, full);
+      }
       place.advance(shared.stage_count);
     }
   }
@@ -252,16 +180,13 @@ struct Producer {
                   args.row_to_pair + tile.first_row + lane);
     }
   }
-  // With rows on the way by cp.async too, these are a group of their own behind that of the lists,
-  // and are not waited for.
   __device__ __forceinline__ void wait_lists() const {
     commit_async();
-    wait_async<RING_ROWS == 0 ? 0 : 1>();
+    wait_async<0>();
     __syncwarp();
   }
 
-  // What there is to do for item `n`, whose lists have come; false where there is nothing to add.
-  __device__ __forceinline__ bool find(i32 n, Work& work) const {
+  __device__ __forceinline__ void item(i32 n) {
     const TileRecord& record = shared.lists->tile[n % 3];
     Tile tile = record.head;
     tile.rows = min_int(tile.rows, Shape::kTokens);
@@ -270,12 +195,13 @@ struct Producer {
     if (tile.slot >= args.max_loras) raise_status(args.status, kStatusSlotRange);
     const SlotEntry entry = known ? shared.lists->entry[n % 2] : SlotEntry{};
     const i32 rank = safe_rank(entry, args.max_rank, args.status);
-    if (rank == 0) return false;  // for the whole cluster: it reads the same entry
+    if (rank == 0) return;  // for the whole cluster: it reads the same entry
 
     const ColumnShare columns(args, item, rank_in, size);
     const AView a = a_view(entry, tile, args.start_expert, rank, args.in_features);
     const i32* pairs = Shape::kTokens > kTilePairs ? shared.lists->pair[n % 2] : record.pairs;
     const i32 row = tile.first_row + lane, pair = lane < tile.rows ? pairs[lane] : 0;
+    Work work;
     work.a = a.base;
     work.b = b_base(entry, tile, args.start_expert) + static_cast<i64>(columns.first) * rank * 2;
     work.x_row = args.x + 2 * args.ldx * row_index(args, row, pair, args.x_by);
@@ -288,44 +214,29 @@ struct Producer {
     const i32 through = !bulk ? 0 : args.y_access == kYPiece ? 2 : 1;
     work.head = ItemHead{rank,       entry.scale,   tile.rows,     item.tile,
                          item.slice, columns.first, columns.count, through};
-    work.fill = StageFill<Shape>(RankShare<Shape::kRankTiles>(rank), rank, tile.rows);
-    return true;
-  }
-
-  __device__ __forceinline__ void item(i32 n) {
-    Work work;
-    if (!find(n, work)) return;
-    if (work.head.bulk == 0) {
+    if (bulk) {
+      shrink(work);
+      expand(work);
+    } else {
       header_alone(work);
-      return;
     }
-    shrink(work);
-    if constexpr (RING_PREFETCH > 1) {
-      wait_lists();
-      Work next;
-      if (exists(n + 1) && find(n + 1, next) && next.head.bulk != 0) prefetch_rest(next, 0);
-    }
-    expand(work);
   }
 
   __device__ __forceinline__ void run() {
     copy_tile(0);
     copy_tile(1);
-    if constexpr (RING_ROWS != 0) commit_async();
     wait_lists();
     copy_rest(0);
-    if constexpr (RING_ROWS != 0) commit_async();
     wait_lists();
     for (i32 n = 0; exists(n); ++n) {
       copy_rest(n + 1);
       copy_tile(n + 2);
-      if constexpr (RING_ROWS != 0) commit_async();
       item(n);
       wait_lists();
     }
     claim();
     if (lane == 0) shared.headers[place.stage].item.rank = 0;
-    copied(announce(0));
+    announce(0);
     if (wait) wait_ahead();
   }
 };

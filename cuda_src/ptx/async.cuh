@@ -24,10 +24,6 @@ __device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
       "r"(bytes)
       : "memory");
 }
-// Arrives once all earlier cp.async of this thread are complete.
-__device__ __forceinline__ void mbarrier_arrive_async(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
-}
 // Also for bytes that other CTAs stored here: they are counted once they are visible to this CTA.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -48,20 +44,6 @@ __device__ __forceinline__ void bulk_load(u32 shared, const void* global, u32 by
           "r"(shared),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
-}
-// The same with an L2 policy (evict_first_policy).
-__device__ __forceinline__ void bulk_load_hinted(u32 shared, const void* global, u32 bytes,
-                                                 u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1], "
-      "%2, [%3], %4;\n" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-// Brings bytes (a multiple of 16, the address aligned to 16) into the L2.
-__device__ __forceinline__ void bulk_prefetch(const void* global, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(global), "r"(bytes) : "memory");
 }
 // Orders this thread's (and, after a CTA barrier, the CTA's) earlier shared accesses before bulk
 // copies that follow.

@@ -82,27 +82,6 @@ __device__ __forceinline__ void store4_if(void* address, u32 v, bool valid) {
       : "memory");
 }
 
-__device__ __forceinline__ void store8_if(void* address, uint2 v, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %3, 0;\n"
-      "@p st.global.v2.u32 [%0], {%1, %2};\n"
-      "}\n" ::"l"(address),
-      "r"(v.x), "r"(v.y), "r"(static_cast<u32>(valid))
-      : "memory");
-}
-__device__ __forceinline__ void store16_if(void* address, uint4 v, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
-      "}\n" ::"l"(address),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<u32>(valid))
-      : "memory");
-}
-
 __device__ __forceinline__ uint2 load8_if(const void* address, bool valid) {
   uint2 v;
   asm volatile(

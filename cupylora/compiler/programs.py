@@ -153,7 +153,9 @@ PROGRAMS: tuple[KernelProgram, ...] = (
             name=f"lora_cluster_{dtype}",
             source="lora/cluster.cu",
             kernels={
-                **instances(f"lora_cluster<{cpp}, 1, {{stages}}>", stages={"1_1": 1, "1_2": 2}),
+                **instances(
+                    f"lora_cluster<{cpp}, 1, {{stages}}>", stages={"1_1": 1, "1_2": 2, "1_4": 4}
+                ),
                 **instances(f"lora_cluster<{cpp}, {{ranks}}, 1>", ranks={"2_1": 2, "4_1": 4}),
             },
             min_arch="sm_90a",
@@ -170,7 +172,6 @@ PROGRAMS: tuple[KernelProgram, ...] = (
                     f"lora_ring<{cpp}, {{ranks}}, 1>", ranks={"1_8": 1, "2_8": 2, "4_8": 4}
                 ),
                 **instances(f"lora_ring<{cpp}, {{ranks}}, 2>", ranks={"1_16": 1, "2_16": 2}),
-                **instances(f"lora_ring<{cpp}, {{ranks}}, 4>", ranks={"1_32": 1}),
             },
             min_arch="sm_90a",
             matrix=True,

@@ -146,12 +146,15 @@ static int64_t cupylora_i_ring_room(const cupylora_i_work* w, int64_t cluster, i
 }
 
 /* Chunks that a warp of the cluster kernel has in flight: the number of the instance. */
-static int cupylora_i_cluster_stages(const cupylora_i_work* w, int64_t cluster) {
+static int cupylora_i_cluster_stages(const cupylora_i_work* w, const cupylora_i_shape* shape) {
   const int64_t ranges = cupylora_i_k_ranges(w->in_features);
   const int64_t chunks = cupylora_i_ceil(w->in_features, CUPYLORA_CHUNK);
-  int64_t steps = cupylora_i_ceil(ranges / cluster * CUPYLORA_CHAINS, CUPYLORA_CLUSTER_WARPS);
+  const int64_t cells = ranges / shape->cluster * CUPYLORA_CHAINS;
+  int64_t steps = cupylora_i_ceil(cells, CUPYLORA_CLUSTER_WARPS);
   steps *= cupylora_i_ceil(cupylora_i_ceil(chunks, ranges), CUPYLORA_CHAINS);
-  return steps == 1 || w->max_rank > CUPYLORA_RANK_TILE ? 1 : 2;
+  if (steps == 1 || w->max_rank > CUPYLORA_RANK_TILE) return 1;
+  if (steps < CUPYLORA_DEEP_STEPS) return 2;
+  return shape->clusters * shape->cluster <= CUPYLORA_DEEP_CTAS ? 4 : 2;
 }
 
 /* The kernel for a call, where `asked` is one or CUPYLORA_AUTO; 0: that one cannot serve it. */
@@ -665,7 +668,7 @@ static cupylora_status cupylora_i_plan_fused(cupylora_i_build* w, const cupylora
     shape = cupylora_i_cluster_shape(work, blocks);
     shared = cupylora_i_cluster_sums(work, shape.cluster) + shape.cta_columns * work->max_rank * 2;
     CUPYLORA_I_TRY(cupylora_i_find(w, "lora_cluster", d->dtype, "%d_%d", tiles,
-                                   cupylora_i_cluster_stages(work, shape.cluster)));
+                                   cupylora_i_cluster_stages(work, &shape)));
   }
   (void)cupylora_i_slices(w, d, shape.cluster * shape.cta_columns);
   CUPYLORA_I_SET(w, clusters, shape.clusters);

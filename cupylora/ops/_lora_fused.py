@@ -41,12 +41,10 @@ _CLUSTER_THREADS = 256
 _RING_THREADS = 160
 _RING_STAGES = 6
 _FEW_STAGES = 4
-_WEIGHT_BYTES = {1: 8192, 2: 8192, 4: 16384}
-"""Of weights in a stage of the ring, by the instance's rank tiles."""
-
-_ROW_BYTES, _ROW_PAD = 512, 16
-_BLOCKS_OF, _FOUR_TILE_BLOCKS, _LEAST_BLOCKS = {1: 4, 2: 3}, 2, 2
-"""CTAs of the ring an SM, by rank tiles times 8-row groups; of four rank tiles; of others."""
+_DEEP_STEPS, _DEEP_CTAS = 4, 64
+"""Of the cluster kernel's instance with four chunks in flight: steps of a warp, so that it has as
+many chunks, and CTAs: one takes an SM's registers, and of 128 in clusters of 8 some wait for a
+place, which costs more than the instance gains. These leave half of an H200 to the node behind."""
 
 _STATIC_SHARED = 128
 _RANK_TILE = 16
@@ -144,7 +142,7 @@ def _settings(
     if kernel == "cluster":
         shape = shape or _cluster_shape(work, dtype)
         smem = _cluster_bytes(work, shape)
-        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape.cluster), 0
+        threads, name, stages = _CLUSTER_THREADS, _cluster_kernel(work, shape), 0
     else:
         shape = shape or _ring_shape(work, dtype)
         stages, smem = _ring_room(work, shape.cluster)
@@ -190,13 +188,18 @@ def _cluster_bytes(work: Workload, shape: FusedShape) -> int:
     return cluster_sum_bytes(work, shape.cluster) + shape.cta_columns * work.max_rank * 2
 
 
-def _cluster_kernel(work: Workload, cluster: int) -> str:
+def _cluster_kernel(work: Workload, shape: FusedShape) -> str:
     """The instance whose warps have their chunks in flight together, if there is one."""
     ranges = k_ranges(work.in_features)
     chunks = -(-work.in_features // _CHUNK)
-    steps = -(-(ranges // cluster * _CHAINS) // _CLUSTER_WARPS) * -(-chunks // ranges // _CHAINS)
+    cells = ranges // shape.cluster * _CHAINS
+    steps = -(-cells // _CLUSTER_WARPS) * -(-chunks // ranges // _CHAINS)
     tiles = _rank_tiles(work)
-    return f"{tiles}_{1 if steps == 1 or tiles != '1' else 2}"
+    if tiles != "1":
+        return f"{tiles}_1"
+    if steps >= _DEEP_STEPS and shape.clusters * shape.cluster <= _DEEP_CTAS:
+        return "1_4"
+    return "1_1" if steps == 1 else "1_2"
 
 
 def _ring_shape(work: Workload, dtype: str) -> FusedShape:
@@ -218,9 +221,8 @@ def _chain_floats(work: Workload) -> int:
 
 def _ring_blocks(work: Workload) -> int:
     """CTAs that an SM's registers hold, as RingShape in lora/ring.cu has it."""
-    tiles = int(_rank_tiles(work))
-    others = _FOUR_TILE_BLOCKS if tiles == 4 else _LEAST_BLOCKS
-    return _BLOCKS_OF.get(tiles * (work.tile_rows // _TOKENS), others)
+    share = int(_rank_tiles(work)) * (work.tile_rows // _TOKENS)
+    return {1: 4, 2: 3}.get(share, 2)
 
 
 def _ring_room(work: Workload, cluster: int) -> tuple[int, int]:
@@ -228,8 +230,8 @@ def _ring_room(work: Workload, cluster: int) -> tuple[int, int]:
     ahead, the chains' sums of two ranges, the incoming sums of two items, and the other CTAs that
     the registers allow an SM."""
     rows = work.tile_rows
-    weights = _WEIGHT_BYTES[int(_rank_tiles(work))]
-    stage = weights + rows * (_ROW_BYTES + _ROW_PAD) + 48 + rows * 8
+    weights = 16384 if work.max_rank > 2 * _RANK_TILE else 8192
+    stage = weights + rows * (512 + 16) + 48 + rows * 8
     lists = 3 * TILE_INTS * 4 + 2 * SLOT_ENTRY_BYTES + 2 * 4 * rows
     sums = 2 * cluster * rows * int(_rank_tiles(work)) * _RANK_TILE
     rest = lists + (2 * _chain_floats(work) + sums) * 4

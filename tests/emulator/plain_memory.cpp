@@ -69,23 +69,9 @@ void store_global4_if(void* address, u32 x, u32 valid) {
   EMU_SITE();
   if (valid != 0) store_global(address, x);
 }
-void store_global8_if(void* address, u32 x, u32 y, u32 valid) {
-  EMU_SITE();
-  if (valid != 0) store_global(address, x, y);
-}
-void store_global16_if(void* address, u32 x, u32 y, u32 z, u32 w, u32 valid) {
-  EMU_SITE();
-  if (valid != 0) store_global(address, x, y, z, w);
-}
 void store_global16(void* address, u32 x, u32 y, u32 z, u32 w) {
   EMU_SITE();
   store_global(address, x, y, z, w);
-}
-void bulk_prefetch(const void* address, u32 bytes) {
-  EMU_SITE();
-  need_aligned(reinterpret_cast<u64>(address), 16);
-  need_aligned(bytes, 16);
-  global_read(reinterpret_cast<u64>(address), bytes);
 }
 void load_shared16(u32& x, u32& y, u32& z, u32& w, u32 address) {
   EMU_SITE();

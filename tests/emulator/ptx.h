@@ -12,14 +12,11 @@ EMU_API void load_global16_if(u32& x, u32& y, u32& z, u32& w, const void* addres
 EMU_API void load_global8_if(u32& x, u32& y, const void* address, u32 valid);
 EMU_API void load_global4_if(u32& x, const void* address, u32 valid);
 EMU_API void store_global4_if(void* address, u32 x, u32 valid);
-EMU_API void store_global8_if(void* address, u32 x, u32 y, u32 valid);
-EMU_API void store_global16_if(void* address, u32 x, u32 y, u32 z, u32 w, u32 valid);
 EMU_API void store_global16(void* address, u32 x, u32 y, u32 z, u32 w);
 EMU_API void load_shared16(u32& x, u32& y, u32& z, u32& w, u32 address);
 EMU_API void load_shared8(u32& x, u32& y, u32 address);
 EMU_API void load_shared4(u32& x, u32 address);
 EMU_API void load_shared2(u16& x, u32 address);
-EMU_API void bulk_prefetch(const void* address, u32 bytes);
 EMU_API void store_shared16(u32 address, u32 x, u32 y, u32 z, u32 w);
 EMU_API void store_shared4(u32 address, u32 x);
 EMU_API void store_shared2(u32 address, u16 x);
@@ -35,9 +32,6 @@ EMU_API void commit_async();
 EMU_API void wait_async(i32 groups);
 EMU_API void mbarrier_arrive_after_copies(u32 barrier);
 EMU_API void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
-inline void bulk_load_hinted(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
-  bulk_load(to, from, bytes, barrier);
-}
 EMU_API void fence_async_proxy();
 EMU_API void map_shared(u32& mapped, u32 address, u32 rank);
 EMU_API void push4(u32 to, float x, float y, float z, float w, u32 barrier);
