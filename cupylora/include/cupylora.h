@@ -48,7 +48,8 @@ typedef enum { CUPYLORA_BFLOAT16, CUPYLORA_FLOAT16, CUPYLORA_FLOAT32 } cupylora_
 typedef enum { CUPYLORA_BY_TOKEN, CUPYLORA_BY_PAIR, CUPYLORA_BY_ROW } cupylora_rows;
 
 /* Bytes that kernels set in the status word, which should be pinned host memory set to 0: a slot
- * not below max_loras, a rank out of range (both then count as no adapter), a list too long. */
+ * not below max_loras, a rank out of range (both then count as no adapter), a list too long or
+ * adapters beyond max_active (the last of them then count as none). */
 enum { CUPYLORA_FAULT_SLOT = 0, CUPYLORA_FAULT_RANK = 1, CUPYLORA_FAULT_CAPACITY = 3 };
 
 /* Sizes of a batch. A dense layer has one expert and top_k 1. */
@@ -58,7 +59,7 @@ typedef struct cupylora_batch {
   int32_t experts;      /* local experts E, up to 2048 */
   int32_t start_expert; /* global id of the first */
   int32_t max_loras;    /* slots of the table, up to 4096 */
-  int32_t max_active;   /* most adapters in the batch; 0: not known. For speed only */
+  int32_t max_active;   /* most adapters in the batch; 0: not known. For speed */
   int32_t max_rank;     /* the largest of any adapter. For the tiles: speed only */
   int32_t tile_rows;    /* 8, 16, 32 or 64; 0: chosen */
   int32_t k_major;      /* a pair's number: 0: t * k + j, 1: j * T + t */

@@ -56,7 +56,7 @@ typedef enum {
 typedef struct cupylora_i_plan {
   cupylora_i_way way;
   int a, b;
-  int64_t grid, threads, shared;
+  int64_t grid, threads, shared, cost;
   int64_t block_pairs, place_grid, place_shared, counts_at, workspace; /* of LARGE */
 } cupylora_i_plan;
 
@@ -69,6 +69,7 @@ static void cupylora_i_ranked(int64_t pairs, cupylora_i_plan* plan) {
   plan->a = pairs <= CUPYLORA_RANK_ALWAYS ? 8 : 4;
   plan->grid = 1;
   plan->threads = cupylora_i_max(256, cupylora_i_up(pairs * plan->a, 32));
+  plan->cost = 150 + pairs * pairs / 32;
 }
 
 static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora_i_plan* plan) {
@@ -78,7 +79,7 @@ static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora
   if (pairs > CUPYLORA_LARGE_MOST || plan->place_shared + CUPYLORA_PLACE_STATIC > most) return;
   for (i = CUPYLORA_PLAN_COUNTS_ROWS - 1; i >= 0; --i) { /* the first that fits counts */
     const int64_t columns = cupylora_plan_counts[i][0], rounds = cupylora_plan_counts[i][1];
-    if (padded * columns > most) continue;
+    if (padded * columns + CUPYLORA_COUNT_STATIC > most) continue;
     plan->way = CUPYLORA_I_LARGE;
     plan->a = (int)columns, plan->b = (int)rounds;
     plan->block_pairs = columns * rounds * 32;
@@ -87,7 +88,8 @@ static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora
     plan->shared = padded * columns;
     plan->place_grid = cupylora_i_ceil(pairs, CUPYLORA_PLACE_THREADS);
     plan->counts_at = cupylora_i_up(pairs * 4, 16);
-    plan->workspace = plan->counts_at + plan->grid * padded * 2;
+    plan->workspace = plan->counts_at + plan->grid * padded * 2 + CUPYLORA_NUMBERS * 2;
+    plan->cost = CUPYLORA_LARGE_COST + keys * 5 / 2;
   }
 }
 
@@ -99,7 +101,7 @@ static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, in
   cupylora_i_plan plan;
   int i;
   memset(&plan, 0, sizeof plan);
-  plan.way = CUPYLORA_I_SORTED;
+  plan.way = CUPYLORA_I_SORTED, plan.cost = CUPYLORA_NO_COST;
   if (pairs * divisor >= INT64_C(1) << 32) return plan;
   for (i = 0; i < CUPYLORA_PLAN_TABLES_ROWS; ++i) {
     const int64_t* shape = cupylora_plan_tables[i];
@@ -122,6 +124,7 @@ static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, in
     plan.grid = 1;
     while (plan.grid * CUPYLORA_SHARE < pairs) plan.grid *= 2;
     plan.shared = cupylora_i_up((keys + 1) * best[0], 16);
+    plan.cost = cupylora_i_table_cost(keys, best);
   }
   return plan;
 }
@@ -395,19 +398,12 @@ static cupylora_status cupylora_i_check_batch(const cupylora_batch* batch, cupyl
 /* Places of the lists from `address` on, in the order of cupylora_lists, and their end. */
 static void cupylora_i_lists(const cupylora_batch* b, uint64_t address, uint64_t places[10]) {
   const int64_t rows = cupylora_i_rows(b), segments = cupylora_i_segments(b);
-  const int64_t bytes[] = {rows * 4,
-                           rows * 4,
-                           (b->experts + 1) * INT64_C(8),
-                           segments * 4 + 4,
-                           segments * 4,
-                           segments * 4,
-                           4,
-                           4,
-                           cupylora_i_tiles(b) * CUPYLORA_TILE_INTS * 4};
+  const int64_t tiles = cupylora_i_tiles(b) * CUPYLORA_TILE_INTS, offsets = 2 * b->experts + 2;
+  const int64_t ints[] = {rows, rows, offsets, segments + 1, segments, segments, 1, 1, tiles};
   int i;
   for (i = 0; i < 9; ++i) {
     places[i] = address;
-    address += (uint64_t)cupylora_i_up(bytes[i], 256);
+    address += (uint64_t)cupylora_i_up(ints[i] * 4, 256);
   }
   places[9] = address;
 }
@@ -636,12 +632,19 @@ static cupylora_status cupylora_i_plan_segments(cupylora_i_build* w, int64_t row
 cupylora_status cupylora_plan_lists(const cupylora* opened, const cupylora_batch* batch,
                                     cupylora_op* op, cupylora_error* error) {
   cupylora_i_build build, *w = &build;
-  cupylora_i_plan plan;
+  cupylora_i_plan plan, few;
   int64_t rows, divisor, digits;
   CUPYLORA_I_TRY(cupylora_i_begin(w, opened, batch, batch, op, CUPYLORA_I_FOR_LISTS, 0, error));
   rows = cupylora_i_rows(batch), digits = batch->max_loras + 1;
   divisor = batch->k_major && batch->top_k > 1 ? batch->tokens : batch->top_k;
   plan = cupylora_i_choose_plan(rows, divisor, batch->experts * digits, opened->shared_block);
+  if (0 < batch->max_active && batch->max_active < batch->max_loras &&
+      batch->max_loras <= CUPYLORA_NUMBERED_SLOTS && batch->max_active <= CUPYLORA_NUMBERS) {
+    const int64_t keys = batch->experts * (batch->max_active + INT64_C(1));
+    few = cupylora_i_choose_plan(rows, divisor, keys, opened->shared_block);
+    few.cost += few.way == CUPYLORA_I_LARGE ? batch->tokens / CUPYLORA_NUMBER_TOKENS : 0;
+    if (few.cost + CUPYLORA_NUMBER_COST < plan.cost) plan = few, digits = batch->max_active + 1;
+  }
   CUPYLORA_I_GIVE(w, topk_ids, CUPYLORA_I_A, 0);
   CUPYLORA_I_GIVE(w, token_to_slot, CUPYLORA_I_B, 0);
   CUPYLORA_I_SET(w, num_tokens, batch->tokens);

@@ -34,6 +34,7 @@ _FUNCTIONS = {
     "ld.shared.u16": "load_shared2",
     "st.shared.v4.u32": "store_shared16",
     "st.shared.u16": "store_shared2",
+    "st.relaxed.cta.shared.u8": "store_shared1_relaxed",
     "prefetch.global.L2": "prefetch",
     "prefetch.global.L2::evict_last": "prefetch",
     "cp.async.bulk.prefetch.L2.global": "bulk_prefetch",
