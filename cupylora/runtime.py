@@ -581,6 +581,7 @@ class LoraRuntime:
                 max_loras=self.table.limits.max_loras,
                 options=self.graph_options,
                 recorder=self.recorder,
+                fence=self._fence,
                 lock=self._lock,
             )
 
@@ -602,10 +603,11 @@ class LoraRuntime:
         if progress is not None and not callable(progress):
             raise ArgumentError(f"progress is a {type(progress).__name__}; a function is needed")
         with self._entering("capture"):
-            made = self._require_graphs().capture(keys, progress)
-            with self.on_stream():  # no step's number stands for the warm-ups
-                self.backend.synchronize()
-            return made
+            try:
+                return self._require_graphs().capture(keys, progress)
+            finally:
+                with self.on_stream():  # no step's number stands for the warm-ups
+                    self.backend.synchronize()
 
     def release_graphs(self) -> None:
         """Drop all graphs once their replays are over; buffers may be added again."""

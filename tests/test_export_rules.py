@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fake_device import fake, install
 from host_util import described
+from late_device import LateBackend, LateStream
 from problem_util import make_case, random_case
 from test_host_choice import Draw
 
@@ -24,6 +25,8 @@ from cupylora.export.declarations import Declared
 from cupylora.export.manifest import function_of
 from cupylora.export.rules import FUNCTIONS, RULES, SYMBOLS
 from cupylora.graphs import staging
+from cupylora.graphs.buffers import StepBuffers
+from cupylora.graphs.fence import DirectFence
 from cupylora.ops import _device
 from cupylora.ops._lora_choice import k_ranges
 from cupylora.worklists import SLOT_ENTRY_BYTES
@@ -208,10 +211,21 @@ def test_rules_of_the_other_operations(dtype: str, tokens: int, launches: Launch
     }
 
 
-def test_a_step_takes_its_batch_by_the_rule(launches: Launches) -> None:
-    types = staging._TYPES
-    launches.enqueue("step", "take_batch", types, (1,), staging._THREADS, (1,) * len(types))
-    assert launches.seen == {"take_batch"}
+@pytest.mark.parametrize("row_bytes", [1, 32, 4096])
+def test_padding_is_set_by_the_rule(
+    row_bytes: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "enqueue", launches.enqueue)
+    monkeypatch.setattr(staging, "load_kernel", lambda *_: None)
+    monkeypatch.setattr(staging, "as_stream", lambda _, stream: stream)
+    buffers = StepBuffers(LateBackend(), 512)
+    buffers.add("wide", (row_bytes,), np.int8, layers=3, pad=-1)
+    buffers.add("narrow", (1,), np.int8, pad=0)
+    made = staging.make_staging(buffers, LateStream(), DirectFence())
+    launches.known = {"num_runs": 4, "most_row_bytes": row_bytes}
+    for rows in (2, 8, 511, 512):
+        made.pad(rows)
+    assert launches.seen == {"pad_rows"}
 
 
 def test_rules_use_the_notation_that_the_manifest_explains() -> None:

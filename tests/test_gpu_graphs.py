@@ -19,7 +19,6 @@ from cupylora.errors import GraphError
 from cupylora.graphs.buckets import BatchKey, DispatchOptions
 from cupylora.graphs.capture import CudaRecorder
 from cupylora.graphs.manager import GraphOptions
-from cupylora.graphs.staging import STAGING_DEPTH
 
 pytestmark = pytest.mark.gpu
 
@@ -91,13 +90,14 @@ def test_the_first_call_of_a_thread_is_a_step(harness: Harness, captured: bool) 
 
 
 def test_more_steps_under_way_than_the_ring_has_places(harness: Harness) -> None:
-    """Each takes its own batch, in graphs and eagerly by turns, whatever the host is ahead by."""
+    """Each finds its own batch, in graphs and eagerly by turns, whatever the host is ahead by."""
     rng = np.random.default_rng(0)
-    sizes = [int(n) for n in rng.integers(1, 24, 6 * STAGING_DEPTH)]
+    sizes = [int(n) for n in rng.integers(1, 24, 5 * harness.runtime._fence.depth)]
     slots = harness.runtime.buffers.whole("token_to_slot")
     seen, wanted = [], []
     with harness.on_stream():
         harness.buffers["ids"].fill(0)
+        _keep_busy(harness)
         for tokens in sizes:
             batch = rng.integers(-1, 4, tokens).astype(np.int32)
             key = harness.runtime.step(batch).key
@@ -113,13 +113,90 @@ def test_more_steps_under_way_than_the_ring_has_places(harness: Harness) -> None
             assert (rows[: len(batch)] == 0).all()
 
 
-def test_a_graph_launched_without_a_batch_changes_no_slots(harness: Harness) -> None:
+def _keep_busy(harness: Harness) -> None:
+    """Tens of milliseconds of the stream's time: what comes behind is enqueued long before."""
+    memory = harness.backend.xp.empty(1 << 30, np.uint8)
+    for _ in range(50):
+        memory.data.memset_async(0, memory.nbytes)
+
+
+@pytest.mark.parametrize("numbered", [True, False], ids=["with a number", "without"])
+def test_a_failure_between_copy_and_launch_reaches_no_other_step(
+    numbered: bool, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is enqueued, the launch is not; the steps behind find their own batches."""
+    runtime, rng = harness.runtime, np.random.default_rng(1)
+    slots, seen, wanted = runtime.buffers.whole("token_to_slot"), [], []
+
+    def refused() -> None:
+        raise GraphError("the driver refuses")
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with harness.on_stream():
+        _keep_busy(harness)
+        for number in range(3 * runtime._fence.depth):
+            if number % 20 == 7:
+                with monkeypatch.context() as patch:
+                    patch.setattr(runtime.recording(FULL), "launch", refused)
+                    if not numbered:
+                        patch.setattr(runtime._fence, "submit", interrupted)
+                    with pytest.raises(GraphError if numbered else KeyboardInterrupt):
+                        runtime.step(np.resize(np.array([0, 1, 2, 3, -1], np.int32), 8))
+            batch = rng.integers(-1, 4, int(rng.integers(1, 17))).astype(np.int32)
+            runtime.step(batch)
+            seen.append(slots[: len(batch)].copy())
+            wanted.append(batch.tolist())
+        assert [harness.backend.to_host(got).tolist() for got in seen] == wanted
+    harness.check(Inputs.random(8, np.resize([2, 3, -1], 8), 1))
+
+
+def test_steps_of_two_threads_find_their_own_batches(harness: Harness) -> None:
+    runtime, failures = harness.runtime, []
+    slots = runtime.buffers.whole("token_to_slot")
+
+    def work(seed: int) -> None:
+        rng, seen = np.random.default_rng(seed), []
+        for _ in range(3 * runtime._fence.depth):
+            batch = rng.integers(-1, 4, int(rng.integers(1, 17))).astype(np.int32)
+            with runtime._lock, harness.on_stream():
+                runtime.step(batch)
+                seen.append((slots[: len(batch)].copy(), batch.tolist()))
+        with harness.on_stream():
+            failures.extend(b for got, b in seen if harness.backend.to_host(got).tolist() != b)
+
+    with harness.on_stream():
+        _keep_busy(harness)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert runtime._fence.enqueued == 6 * runtime._fence.depth
+    assert failures == []
+
+
+def test_a_graph_launched_by_hand_works_on_the_batch_sent_last(harness: Harness) -> None:
     harness.run(Inputs.random(5, np.resize([0, 1, -1], 5), 0))
-    harness.runtime.recording(FULL).launch()
     slots = harness.runtime.buffers.whole("token_to_slot")
     with harness.on_stream():
+        harness.buffers["ids"].fill(0)
+    harness.runtime.recording(FULL).launch()
+    with harness.on_stream():
         assert harness.backend.to_host(slots[:8]).tolist() == [0, 1, -1, 0, 1, -1, -1, -1]
+    assert harness.read("ids", 8).tolist() == [[0] * 3] * 5 + [[-1] * 3] * 3
     harness.check(Inputs.random(8, np.resize([2, 3, -1], 8), 1))
+
+
+def test_a_node_sets_padding_only_where_there_is_some(harness: Harness) -> None:
+    def pads(tokens: int) -> list[int]:
+        keys = [graph.key for graph in harness.runtime.captured if graph.key.num_tokens == tokens]
+        names = [harness.runtime.recording(key).kernel_names() for key in keys]
+        return [sum("pad_rows" in name for name in several) for several in names]
+
+    assert set(pads(1)) == {0}
+    assert set(pads(8)) == set(pads(16)) == {1}
 
 
 def test_a_graph_can_be_looked_into(harness: Harness, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_runtime_steps_on_a_stream_given_by_number(graphs: bool, closed: bool)
     runtime.step(NO_ADAPTERS)
     runtime.synchronize()
     assert (given.get() == 3).all()
-    assert runtime.recorder.handle == stream.ptr
+    assert int(runtime.recorder.stream.ptr) == stream.ptr
     gone = weakref.ref(foreign)
     del stream, foreign
     runtime.synchronize()

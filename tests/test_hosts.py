@@ -42,6 +42,19 @@ def test_a_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("numba_kernels")
 
 
+def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numba_kernels", "numba", "numba.cuda"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").touch()
+    (tmp_path / "numba" / "cuda.py").write_text("import numpy\nnumpy.no_such_function\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match=r"installed, but cannot .* NumPy .*no_such_function"):
+        importlib.import_module("numba_kernels")
+    for name in ("numba", "numba.cuda"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_cupy_alone(name: str) -> None:
     host, here = importlib.import_module("cupy_alone"), open_backend(name)
@@ -56,7 +69,12 @@ def test_cupy_alone(name: str) -> None:
 
 @pytest.mark.gpu
 def test_numba_kernels() -> None:
-    numba = pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    try:
+        numba = importlib.import_module("numba.cuda")
+    except ImportError:
+        pytest.skip("needs numba-cuda")
+    except Exception as error:
+        pytest.skip(f"numba-cuda cannot be imported: {type(error).__name__}: {error}")
     if not numba.is_available():
         pytest.skip("numba finds no CUDA device, or no NVVM to compile with")
     host = importlib.import_module("numba_kernels")

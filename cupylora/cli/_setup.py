@@ -6,7 +6,7 @@ In: RunOptions. Out: a RunSetup: backend, adapters in their slots, stack and bat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,8 @@ def prepare_run(options: RunOptions, say: Say, note: Say = lambda _: None) -> Ru
     backend = open_backend(options.backend)
     dtype = resolve_dtype(options.dtype)
     trace = () if options.trace is None else tuple(read_trace(Path(options.trace)))
+    if options.graphs is None:
+        options = replace(options, graphs=backend.on_device or bool(trace))
     buckets = _buckets(options, trace)
     wanted = _wanted(options, trace)
     whole = load_model(options.model)
@@ -243,7 +245,7 @@ def _buckets(options: RunOptions, trace: Sequence[TraceStep]) -> tuple[int, ...]
         (options.buckets is not None, "--buckets"),
         (options.specialize_active_loras, "--specialize-active-loras"),
     ):
-        if given and not (options.graphs or (trace and options.graphs is None)):
+        if given and not options.graphs:
             raise ArgumentError(f"{option} needs --graphs or --trace")
     if options.buckets is None:
         return None

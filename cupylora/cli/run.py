@@ -90,7 +90,7 @@ class _Integer(click.IntRange):
     "--graphs/--no-graphs",
     default=None,
     help="Serve the steps from captured CUDA graphs too (on numpy: the same dispatch, no graphs).  "
-    "[default: for a trace only]",
+    "[default: with CUDA, or a trace]",
 )
 @click.option(
     "--specialize-active-loras/--no-specialize-active-loras",
@@ -153,7 +153,7 @@ def _run(options: RunOptions, check: bool) -> Record:
                 _Counter(report.detail, done),
             )
         served = None  # after the check, since a trace moves adapters to other slots
-        if options.graphs or options.trace is not None:
+        if setup.options.graphs or options.trace is not None:
             served = serve(setup, check, report.phase, report.detail)
         bandwidth = copy_bandwidth(setup.backend)
     return make_record(setup, timing, held, bandwidth, findings, served)

@@ -41,8 +41,8 @@ PROGRAMS: tuple[KernelProgram, ...] = (
     ),
     KernelProgram(
         name="step",
-        source="step/take.cu",
-        kernels=_plain("take_batch"),
+        source="step/pad.cu",
+        kernels=_plain("pad_rows"),
     ),
     KernelProgram(
         name="unpack",

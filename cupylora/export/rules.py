@@ -25,6 +25,8 @@ SYMBOLS: Mapping[str, str] = {
     "keys": "num_experts * digits",
     "most_elements": "most elements of a piece",
     "num_pieces": "records in pieces",
+    "num_runs": "records in runs",
+    "most_row_bytes": "most bytes of a row of these",
 }
 
 FUNCTIONS: Mapping[str, str] = {
@@ -95,7 +97,7 @@ def _expand_activation(columns: int) -> Rule:
 RULES: Mapping[str, Rule] = {
     "fill_uniform": Rule("min(max(1, ceil_div(count, 256)), 4096)", "256"),
     "read_stream": Rule("resident", "256"),
-    "take_batch": Rule("1", "512"),
+    "pad_rows": Rule("num_runs", "256", grid_y="min(64, ceil_div(most_row_bytes * rows, 16384))"),
     "unpack_factors": Rule("max(1, ceil_div(most_elements, 4096))", "256", grid_y="num_pieces"),
     "route_rank": Rule(_ROW_BLOCKS.format(128), "1024", "ceil_div(rows, 32) * 128"),
     "digit_histogram": _sort("digits * 4"),

@@ -26,15 +26,19 @@ from cupylora.errors import ArgumentError, GraphError
 from cupylora.interop.convert import borrow
 from cupylora.worklists import MAX_ROWS, Array
 
-__all__ = ["PAD_RUN", "StepBuffers", "StepViews"]
+__all__ = ["BATCH_HEAD", "PAD_RUN", "StepBuffers", "StepViews"]
 
 SLOTS = "token_to_slot"
+
+BATCH_HEAD = 4
+"""int32 before the slots, of which the first is the batch's tokens: 16 bytes, so that the slots
+stay aligned."""
 
 Pad = Literal[-1, 0]
 """Value of padding rows: -1 in integers ("no adapter", "no expert"), or 0 in anything."""
 
 PAD_RUN = np.dtype([("rows", "u8"), ("row_bytes", "u8"), ("word", "u8")])
-"""A buffer's rows, or those of one of its layers, whose padding is set: PadRun of step/take.cu."""
+"""A buffer's rows, or those of one of its layers, whose padding is set: PadRun of step/pad.cu."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,10 @@ class StepBuffers:
         self._buffers: dict[str, _Buffer] = {}
         self._views: dict[int, StepViews] = {}
         self._sealed = False
-        self.add(SLOTS, (), np.int32, pad=-1)
+        self.batch = backend.zeros((BATCH_HEAD + max_tokens,), np.int32)
+        """The batch's head and ``token_to_slot`` behind it: one copy brings both."""
+        self.batch.fill(-1)
+        self._buffers[SLOTS] = _Buffer(self.batch[BATCH_HEAD:], 0, -1)
 
     @property
     def nbytes(self) -> int:

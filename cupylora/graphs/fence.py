@@ -18,10 +18,14 @@ __all__ = ["CudaFence", "DirectFence", "StepFence"]
 
 
 class StepFence(ABC):
-    """Numbers steps from 1 as they are enqueued."""
+    """Numbers steps from 1 as they are enqueued.
 
-    def __init__(self) -> None:
-        self.enqueued = 0
+    Once ``submit`` gave n, step n - ``depth`` and all before it are over: what those read may be
+    written for step n + 1, with nothing asked of the device.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self.enqueued, self.depth = 0, depth
 
     @abstractmethod
     def submit(self) -> int:
@@ -62,24 +66,30 @@ class CudaFence(StepFence):
     def __init__(self, stream: Any, depth: int = 64) -> None:
         import cupy
 
-        super().__init__()
+        super().__init__(depth)
         self._stream = as_stream("stream", stream)
         self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(depth)]
         self._running: deque[Any] = deque()
         self._lock = threading.RLock()
 
     def submit(self) -> int:
-        """Record an event; the oldest step's, once that is over, where all are taken."""
+        """Record an event; waits where all are taken, until the older half of the steps is over."""
         with self._lock:
-            if self._free:
-                event = self._free.pop()
-            else:
-                event = self._running.popleft()
-                _wait(event)
-            event.record(self._stream)
-            self._running.append(event)
+            if not self._free:
+                self._free_older_half()
+            self._free[-1].record(self._stream)
+            self._running.append(self._free.pop())
             self.enqueued += 1
             return self.enqueued
+
+    def _free_older_half(self) -> None:
+        """Half of them by one wait: an event that passed long ago costs as much to ask as a launch,
+        too much for each step."""
+        running = self._running
+        count = (len(running) + 1) // 2
+        _wait(running[count - 1])
+        for _ in range(count):
+            self._free.append(running.popleft())
 
     def finished(self) -> int:
         """Asks the events in order."""

@@ -3,9 +3,9 @@
     token_to_slot (host) --> staging: check, count groups --> dispatcher: key, or none
                                  |                                |
                      ring in pinned memory                    graph of the key: one launch
-                                 v                            none: the same, call by call
-                          buffers (never moved) <---------------- takes the batch, padded to the
-                                                                  key's bucket; step function
+                                 v  one copy                  none: the same, call by call
+                          buffers (never moved) <---------------- padding of other buffers behind
+                                                                  the batch; step function
 
 The step function is the host's: it enqueues everything a step does, base model and LoRA layers
 alike, on views of the buffers, for the number of tokens and of adapters that it is told. It is
@@ -34,6 +34,7 @@ from cupylora.graphs.buckets import (
 )
 from cupylora.graphs.buffers import SLOTS, StepBuffers, StepViews
 from cupylora.graphs.capture import CudaRecorder, DirectRecorder, Recorder, Recording
+from cupylora.graphs.fence import CudaFence, DirectFence, StepFence
 from cupylora.graphs.staging import BatchSlots, SlotReader, make_staging
 from cupylora.worklists import Array
 
@@ -135,10 +136,9 @@ class StepGraphs:
     """Serves steps of ``function`` over ``buffers``.
 
     stream: in any form, where all steps go; it must live until the last call here, no longer. Left
-    out: a new non-blocking one. A step and a capture
-    exclude one another; either may be called from any thread. lock: the owner's, if it has one.
-    Raises ArgumentError for buckets larger than the buffers, GraphError for the legacy default
-    stream.
+    out: a new non-blocking one. A step and a capture exclude one another; either may be called from
+    any thread. fence, lock: the owner's, if it has them. Raises ArgumentError for buckets larger
+    than the buffers, GraphError for the legacy default stream.
     """
 
     def __init__(
@@ -150,6 +150,7 @@ class StepGraphs:
         options: GraphOptions | None = None,
         stream: Any = None,
         recorder: Recorder | None = None,
+        fence: StepFence | None = None,
         lock: Any = None,
     ) -> None:
         check_type("buffers", buffers, StepBuffers)
@@ -165,7 +166,8 @@ class StepGraphs:
         self.buffers, self._function = buffers, function
         self.recorder = recorder or _recorder(buffers.backend, stream)
         self._reader = SlotReader(buffers.max_tokens, max_loras)
-        self._staging = make_staging(buffers, self.recorder.stream)
+        self._fence = _fence(buffers.backend, self.recorder) if fence is None else fence
+        self._staging = make_staging(buffers, self.recorder.stream, self._fence)
         self._graphs: dict[BatchKey, _Graph] = {}
         self._asked: dict[BatchKey, int] = {}
         self._called: set[BatchKey] = set()
@@ -261,14 +263,18 @@ class StepGraphs:
         with self._lock:
             batch = self.read(token_to_slot)
             tokens, groups = batch.num_tokens, batch.groups
-            key = self.run(batch, num_reqs=num_reqs, uniform=uniform)
+            try:
+                key = self.run(batch, num_reqs=num_reqs, uniform=uniform)
+            finally:
+                if tokens:
+                    self._fence.submit()
             return StepResult(key, tokens, groups)
 
     def run(
         self, batch: BatchSlots, *, num_reqs: int | None = None, uniform: bool = False
     ) -> BatchKey | None:
         """``step`` for the batch read last: the key replayed, if one was. The caller keeps other
-        steps out."""
+        steps out, and submits this one to the fence, also where it failed."""
         tokens, groups = batch.num_tokens, batch.groups
         if not self.options.enabled:
             self.dispatcher.count_eager("graphs are off")
@@ -284,12 +290,8 @@ class StepGraphs:
             self._eager(tokens, BatchKey(tokens, num_reqs, uniform, groups))
             return None
         graph: _Graph = choice.graph
-        try:
-            self._staging.publish(tokens)
-            graph.recording.launch()
-        except BaseException:
-            self._staging.withdraw()
-            raise
+        self._staging.send(tokens, choice.key.num_tokens)
+        graph.recording.launch()
         graph.replays += 1
         return choice.key
 
@@ -300,17 +302,15 @@ class StepGraphs:
     def _run_now(self, key: BatchKey, tokens: int) -> None:
         """The step's calls one by one, for the ``tokens`` slots that were read."""
         with self.recorder.active():
-            try:
-                self._staging.publish(tokens)
-                self._staging.take(key.num_tokens)
-            except BaseException:
-                self._staging.withdraw()
-                raise
+            self._staging.send(tokens, key.num_tokens)
+            if tokens < key.num_tokens:
+                self._staging.pad(key.num_tokens)
             self._call(key)
 
     def _record_calls(self, key: BatchKey) -> None:
-        """What a replay does: the next batch, and the step on it."""
-        self._staging.take(key.num_tokens)
+        """What a replay does with the batch that was sent. One of one row is never padded."""
+        if key.num_tokens > 1:
+            self._staging.pad(key.num_tokens)
         self._call(key)
 
     def _call(self, key: BatchKey) -> None:
@@ -369,6 +369,8 @@ class StepGraphs:
         """Capture what has run eagerly before. drop: others, where the budget asks for room."""
         self.buffers.seal()
         try:
+            with self.recorder.active():
+                self._staging.prepare()
             recording = self.recorder.record(lambda: self._record_calls(key), str(key))
             if not self._fit(recording.nbytes, drop):
                 recording.destroy()
@@ -413,3 +415,7 @@ class StepGraphs:
 
 def _recorder(backend: ArrayBackend, stream: Any) -> Recorder:
     return CudaRecorder(stream) if backend.on_device else DirectRecorder()
+
+
+def _fence(backend: ArrayBackend, recorder: Recorder) -> StepFence:
+    return CudaFence(recorder.stream) if backend.on_device else DirectFence()

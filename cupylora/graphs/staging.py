@@ -1,23 +1,24 @@
 """A batch's ``token_to_slot`` on its way from host memory to the buffer that steps read.
 
-    host's array --> a place of the ring (pinned): checked, counted, published
-                          |
-                          v   the step's first kernel, part of its graph
-                     step buffers: slots, and padding behind the batch's rows
+    host's array --> a place of the ring (pinned): checked, counted, padded with -1, its tokens
+                          |                        ahead of it
+                          v   one copy on the steps' stream
+                     step buffers: tokens, slots --> padding of other buffers, part of the step
 
 In: the host's array, one slot a token. Out: what the batch holds (groups of rows, slots used), and
-the buffers' first rows as the step needs them. A captured step takes its batch itself, so that one
-launch enqueues it.
+the buffers' first rows as the step needs them.
 
-The kernel reads the ring after this returned: a place is written again only once its batch was
-taken, which the kernel says in host memory; else the next step's tenants would reach this one's
-rows. Kernel and host count batches alike, and each place carries its batch's number: a graph
-launched without a batch takes none. Where a step failed, the host takes the kernel's count.
+The copy reads its place after this returned: were that written meanwhile, the next step's tenants
+would reach this one's rows. The fence's events, one a step, guard the places too. The place of step
+n is n modulo depth + 1, and written once the fence has given n - 1. Then step n - 1 - depth, which
+had it before, is over. A copy that no step's number came to stand for (its step failed before that,
+or it was a warm-up) is waited for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -26,8 +27,10 @@ import numpy.typing as npt
 from cupylora.adapters.leases import SlotSet
 from cupylora.checks import INT32, check_array, check_int, check_max_loras
 from cupylora.compiler import driver
+from cupylora.compiler.loader import load_kernel
 from cupylora.errors import ArgumentError, CapacityError, GraphError
-from cupylora.graphs.buffers import SLOTS, StepBuffers
+from cupylora.graphs.buffers import BATCH_HEAD, SLOTS, StepBuffers
+from cupylora.graphs.fence import StepFence
 from cupylora.interop.convert import borrow
 from cupylora.interop.streams import as_stream
 from cupylora.ops._device import enqueue
@@ -35,15 +38,14 @@ from cupylora.text import counted
 
 __all__ = ["BatchSlots", "SlotReader", "SlotStaging", "is_host_int32", "make_staging"]
 
-STAGING_DEPTH = 32
-"""Batches that may be under way; a step waits for the oldest where they all are."""
-
 HostSlots = npt.NDArray[np.int32]
 
-_HEAD_BYTES = 16
-_THREADS = 512
-_TYPES = ("ptr", "ptr", "ptr", "ptr", "u32", "u32", "u64", "ptr", "u32")
-_NOT_READY = 600  # cudaErrorNotReady; the runtime's numbers are the driver's
+_PROGRAM, _KERNEL = "step", "pad_rows"
+_TYPES = ("ptr", "u32", "ptr")
+_THREADS = 256
+_PIECE = 16384
+_MOST_PIECES = 64
+"""Bytes that a block sets, until so many share a run of rows."""
 
 
 @dataclass(slots=True)
@@ -142,17 +144,19 @@ class SlotStaging(Protocol):
     """Brings batches to where steps read them, one after another."""
 
     def room(self) -> HostSlots:
-        """Where the next batch's slots are written; waits until it is free."""
+        """Where the next batch's slots are written, which nothing in flight reads."""
 
-    def publish(self, tokens: int) -> None:
-        """So many slots were written; the next ``take`` that runs brings them."""
+    def send(self, tokens: int, rows: int) -> None:
+        """Enqueue on the steps' stream: the buffers' first ``rows`` slots become those ``tokens``
+        that were written to the room, then -1. Raises GraphError where the driver refuses."""
 
-    def withdraw(self) -> None:
-        """The step of what was published last failed: from the next ``room`` on it is not taken."""
+    def prepare(self) -> None:
+        """Do on the current stream what ``pad`` must have had done to be recorded."""
 
-    def take(self, rows: int) -> None:
-        """Enqueue on the current stream: the buffers' first ``rows`` rows become the next batch's
-        slots, and padding. May be recorded, and takes a batch at each replay."""
+    def pad(self, rows: int) -> None:
+        """Enqueue on the current stream: rows behind the batch's, up to ``rows``, are set in the
+        buffers that have a ``pad``; nothing where none has. May be recorded: a replay goes by the
+        tokens of the batch sent last."""
 
 
 class _DirectStaging:
@@ -160,114 +164,97 @@ class _DirectStaging:
         self._buffers = buffers
         self._target = buffers.whole(SLOTS)
         self._slots = np.empty(buffers.max_tokens, np.int32)
-        self._tokens: int | None = None
+        self._tokens = buffers.max_tokens
 
     def room(self) -> HostSlots:
         return self._slots
 
-    def publish(self, tokens: int) -> None:
-        self._tokens = tokens
-
-    def withdraw(self) -> None:
-        self._tokens = None
-
-    def take(self, rows: int) -> None:
-        tokens, self._tokens = self._tokens, None
-        if tokens is None:
-            return
+    def send(self, tokens: int, rows: int) -> None:
         self._target[:tokens] = self._slots[:tokens]
         self._target[tokens:rows] = -1
-        if tokens < rows:
-            self._buffers.pad(tokens, rows)
+        self._tokens = tokens
+
+    def prepare(self) -> None:
+        pass
+
+    def pad(self, rows: int) -> None:
+        if self._tokens < rows:
+            self._buffers.pad(self._tokens, rows)
 
 
 class _PinnedStaging:
-    def __init__(self, buffers: StepBuffers, stream: Any, depth: int) -> None:
+    def __init__(self, buffers: StepBuffers, stream: Any, fence: StepFence) -> None:
         backend = buffers.backend
-        self._backend, self._buffers, self._depth = backend, buffers, depth
+        self._backend, self._buffers, self._fence = backend, buffers, fence
         self._stream = as_stream("stream", stream)
-        self._place_bytes = _HEAD_BYTES + -(-4 * buffers.max_tokens // 16) * 16
-        # Behind the places a word where the kernel says which batch it took.
-        memory = backend.host_buffer(depth * self._place_bytes + _HEAD_BYTES)
-        memory[:] = 0
-        places = memory[: depth * self._place_bytes].reshape(depth, self._place_bytes)
-        # Memory views are read and written in a fraction of an array's time.
-        self._heads = [place[:_HEAD_BYTES].view(np.uint64).data for place in places]
-        self._rooms = [place[_HEAD_BYTES:].view(np.int32)[: buffers.max_tokens] for place in places]
-        self._told = memory[depth * self._place_bytes :].view(np.uint64).data
-        self._number, self._in_doubt = 0, False
-        self._query = backend.xp.cuda.runtime.streamQuery
-        with self._stream:
-            self._taken = backend.zeros((1,), np.uint64)
-        self._runs, self._num_runs, self._buffers_then = None, 0, -1
-        ring = int(memory.ctypes.data)
-        told = ring + depth * self._place_bytes
-        slots = backend.address(buffers.whole(SLOTS))
-        self._addresses = (backend.address(self._taken), ring, told, slots)
+        self._depth = fence.depth + 1
+        width = BATCH_HEAD + -(-buffers.max_tokens // 4) * 4
+        ring = backend.host_buffer(self._depth * width * 4).view(np.int32)
+        ring[:] = 0
+        places = ring.reshape(self._depth, width)
+        # Memory views are written in a fraction of an array's time.
+        self._heads = [place[:BATCH_HEAD].data for place in places]
+        self._rooms = [place[BATCH_HEAD : BATCH_HEAD + buffers.max_tokens] for place in places]
+        self._addresses = [int(place.ctypes.data) for place in places]
+        self._number = self._sent = 0
+        runtime = backend.xp.cuda.runtime
+        self._refused = runtime.CUDARuntimeError
+        # The runtime's function, unlike the driver's, makes the device's context current in a new
+        # thread.
+        self._copy = partial(runtime.memcpyAsync, backend.address(buffers.batch))
+        self._how = runtime.memcpyHostToDevice, int(self._stream.ptr)
+        self._runs: Any = None
+        self._num_runs, self._row_bytes, self._buffers_then = 0, 0, -1
 
     def room(self) -> HostSlots:
-        if self._in_doubt:
+        self._number = number = self._fence.enqueued + 1
+        if number == self._sent:
             self._settle()
-        number = self._number + 1
-        if number - self._told[0] > self._depth:
-            self._wait_for(number - self._depth)
         return self._rooms[number % self._depth]
 
-    def publish(self, tokens: int) -> None:
-        self._number = number = self._number + 1
-        head = self._heads[number % self._depth]
-        head[1] = tokens
-        head[0] = number
+    def send(self, tokens: int, rows: int) -> None:
+        number = self._number
+        place = number % self._depth
+        if tokens < rows:
+            self._rooms[place][tokens:rows] = -1
+        self._heads[place][0] = tokens
+        self._sent = number  # first: an interruption may come behind the copy
+        try:
+            self._copy(self._addresses[place], 4 * (BATCH_HEAD + rows), *self._how)
+        except self._refused as error:
+            raise GraphError(f"the copy of a batch's slots failed: {error}") from error
 
-    def withdraw(self) -> None:
-        self._in_doubt = True
-
-    def take(self, rows: int) -> None:
-        if self._buffers_then != self._buffers.count:
-            self._note_runs()
-        args = (
-            *self._addresses,
-            rows,
-            self._depth,
-            self._place_bytes,
-            0 if self._runs is None else self._backend.address(self._runs),
-            self._num_runs,
-        )
-        enqueue("step", "take_batch", _TYPES, (1,), _THREADS, args)
-
-    def _note_runs(self) -> None:
+    def prepare(self) -> None:
         """Buffers are added while there is no graph, so none holds the former list's address."""
+        if self._buffers_then == self._buffers.count:
+            return
         runs = self._buffers.pad_runs()
-        self._runs = self._backend.asarray(runs.view(np.uint8)) if len(runs) else None
+        self._runs = None
+        if len(runs):
+            load_kernel(_PROGRAM, _KERNEL)
+            self._runs = self._backend.asarray(runs.view(np.uint8))
+            self._row_bytes = int(runs["row_bytes"].max())
         self._num_runs, self._buffers_then = len(runs), self._buffers.count
 
+    def pad(self, rows: int) -> None:
+        self.prepare()
+        if self._runs is None:
+            return
+        pieces = min(_MOST_PIECES, -(-rows * self._row_bytes // _PIECE))
+        address = self._backend.address
+        args = address(self._buffers.batch), rows, address(self._runs)
+        enqueue(_PROGRAM, _KERNEL, _TYPES, (self._num_runs, pieces), _THREADS, args)
+
     def _settle(self) -> None:
-        """A step failed: only the kernel knows whether it took the batch."""
-        self._stream.synchronize()
-        self._number = self._told[0]
-        for head in self._heads:
-            if head[0] > self._number:
-                head[0] = 0
-        self._in_doubt = False
-
-    def _wait_for(self, number: int) -> None:
-        """Until the batch was taken; looks at the stream for failures of the device."""
-        stream = int(self._stream.ptr)
+        """The place's last copy may be in flight, and no event tells."""
         with driver.outside_captures():
-            status = _NOT_READY
-            while self._told[0] < number:
-                if status == 0:
-                    raise GraphError("a batch was enqueued, but no step took it")
-                status = self._query(stream)
-                if status not in (0, _NOT_READY):
-                    driver.check(status, "waiting for a step")
+            self._stream.synchronize()
+        self._sent = 0
 
 
-def make_staging(
-    buffers: StepBuffers, stream: Any = None, depth: int = STAGING_DEPTH
-) -> SlotStaging:
-    """For the buffers' ``token_to_slot``; on a device, what takes batches runs on ``stream``, in
-    any form, which must live until the last batch was taken."""
+def make_staging(buffers: StepBuffers, stream: Any, fence: StepFence) -> SlotStaging:
+    """For the buffers' ``token_to_slot``. On a device, copies go to ``stream``, in any form, which
+    must live until the last call; ``fence`` numbers the steps there."""
     if not buffers.backend.on_device:
         return _DirectStaging(buffers)
-    return _PinnedStaging(buffers, stream, check_int("depth", depth, 1))
+    return _PinnedStaging(buffers, stream, fence)

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _GUARD = 256
-ONE_BYTE_PROGRAMS = ("plan", "plan_large", "step")
+ONE_BYTE_PROGRAMS = ("plan", "plan_large")
 """Programs whose threads share memory byte by byte; elsewhere two bytes are tracked together."""
 
 EVERY_THREAD_WAITS = ("lora_cluster", "lora_ring")

@@ -27,6 +27,11 @@ except ImportError as error:
     raise ImportError(
         "this host needs numba-cuda beside CuPy: pip install 'numba-cuda[cu13]' (or [cu12])"
     ) from error
+except Exception as error:  # whatever numba-cuda meets in a NumPy newer than itself
+    raise ImportError(
+        f"numba-cuda is installed, but cannot be imported beside NumPy {np.__version__} "
+        f"({type(error).__name__}: {error}); install versions of the two that fit"
+    ) from error
 
 TOKENS, WIDTH_IN, WIDTH_OUT = 4, 64, 128
 
