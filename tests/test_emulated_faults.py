@@ -67,6 +67,13 @@ def _plan(device: Device) -> None:
     assert_same_plan(ops.plan(*args, **case.sizes), twin(case))  # type: ignore[arg-type]
 
 
+def _plan_of_few(device: Device) -> None:
+    case = random_case(9, 60, 8, 64, 4)
+    case = replace(case, max_loras=64)
+    args = (device.array(case.topk_ids), device.array(case.token_to_slot))
+    assert_same_plan(ops.plan(*args, **case.sizes, max_active=4), twin(case))  # type: ignore[arg-type]
+
+
 def _route(device: Device) -> None:
     case = random_case(1, 300, 8, 128, 16)
     ops.route(device.array(case.topk_ids), device.array(case.token_to_slot), **case.sizes)  # type: ignore[arg-type]
@@ -187,6 +194,14 @@ FAULTS = {
         "  if (warp >= kColumns) return;",
         "race:",
         _plan,
+    ),
+    "plan: marks of slots read before they are complete": Fault(
+        _programs("plan"),
+        "route/plan.cu",
+        "mark_slot(marks, sizes, inputs[r].slot);\n    __syncthreads();",
+        "mark_slot(marks, sizes, inputs[r].slot);",
+        "race:",
+        _plan_of_few,
     ),
     "sort: turns that are not waited for": Fault(
         _programs("sort"),

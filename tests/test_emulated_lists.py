@@ -4,17 +4,34 @@ make them, to the last integer."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from emulator.device import Device, Schedule
 from gpu_util import assert_same_lists
-from problem_util import RoutingCase, expert_order, hostile_routings, make_case, random_case
-from test_plan_op import assert_same_plan, twin
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problem_util import (
+    RoutingCase,
+    expert_order,
+    hostile_routings,
+    make_case,
+    random_case,
+    routing_cases,
+)
+from test_plan_op import assert_same_plan, first_slots, held_slots, spread, twin
 
 from cupylora import ops, reference
-from cupylora.worklists import SLOT_ENTRY, STATUS_BAD_RANK, STATUS_BAD_SLOT, Routing
+from cupylora.ops import _plan_choice
+from cupylora.worklists import (
+    SLOT_ENTRY,
+    STATUS_BAD_RANK,
+    STATUS_BAD_SLOT,
+    STATUS_CAPACITY,
+    Routing,
+)
 
 pytestmark = pytest.mark.emulated
 
@@ -99,6 +116,89 @@ def test_every_way_to_a_plan(kernel: str, emulated: Device) -> None:
         got = ops.plan(*args, **case.sizes)  # type: ignore[arg-type]
         assert kernel in emulated.launched
         assert_same_plan(got, twin(case))
+
+
+# (tokens, choices, experts, slots that come up, slots), each served by another kernel that numbers.
+NUMBERED_SIZES = {
+    "plan/table_8_1": (30, 8, 64, 1, 64),
+    "plan/table_8_2": (60, 8, 8, 4, 1000),
+    "plan/table_8_4": (70, 8, 512, 4, 64),
+    "plan/table_16_2": (70, 8, 20, 3, 1024),
+    "plan/table_16_4": (130, 8, 256, 4, 33),
+    "plan/table_32_2": (130, 8, 20, 3, 640),
+    "plan/table_32_4": (300, 8, 20, 3, 600),
+    "plan_large/count_8_4": (150, 8, 1024, 15, 64),
+    "plan_large/count_16_4": (530, 8, 20, 3, 1000),
+}
+
+
+@pytest.mark.parametrize("row_order", ORDERS)
+@pytest.mark.parametrize("kernel", NUMBERED_SIZES)
+def test_every_way_to_a_plan_numbers_few_of_many_slots(
+    kernel: str, row_order: str, emulated: Device
+) -> None:
+    tokens, top_k, experts, few, loras = NUMBERED_SIZES[kernel]
+    case = random_case(9, tokens, top_k, experts, few, base_share=0.1, foreign_share=0.1)
+    case = spread(case, loras)
+    args = (emulated.array(case.topk_ids), emulated.array(case.token_to_slot))
+    for seed, max_active in enumerate((few, few + 1, few // 2)):
+        emulated.schedule = Schedule(seed, pause=1_000 * seed)
+        status = emulated.status()
+        options: dict[str, Any] = {"row_order": row_order, "max_active": max_active}
+        got = ops.plan(*args, **case.sizes, **options, status=status)
+        assert kernel in emulated.launched
+        assert_same_plan(got, twin(first_slots(case, max_active), row_order=row_order))
+        assert int(status.host[0]) == (0 if max_active >= few else STATUS_CAPACITY)
+
+
+@pytest.fixture(params=["table", "large"])
+def numbering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that number slots serve every batch, of however few pairs."""
+    monkeypatch.setattr(_plan_choice, "_RANK_ALWAYS", 0)
+    monkeypatch.setattr(_plan_choice, "_RANK_MOST", 0)
+    monkeypatch.setattr(_plan_choice, "_NUMBER_COST", -(1 << 30))
+    if request.param == "large":
+        monkeypatch.setattr(_plan_choice, "_TABLES", ())
+    _plan_choice.choose_plan.cache_clear()
+    yield
+    _plan_choice.choose_plan.cache_clear()
+
+
+def _check_numbered(device: Device, case: RoutingCase, row_order: str, max_active: int) -> None:
+    args = (device.array(case.topk_ids), device.array(case.token_to_slot))
+    options: dict[str, Any] = {"row_order": row_order, "max_active": max_active}
+    status = device.status()
+    got = ops.plan(*args, **case.sizes, **options, status=status)
+    assert_same_plan(got, twin(first_slots(case, max_active), row_order=row_order))
+    beyond = case.topk_ids.size > 0 and held_slots(case) > max_active
+    assert int(status.host[0]) == (STATUS_CAPACITY if beyond else 0)
+    device.forget()
+
+
+@pytest.mark.usefixtures("numbering")
+@pytest.mark.parametrize("row_order", ORDERS)
+@pytest.mark.parametrize("case", [*ROUTINGS, LARGE], ids=lambda case: case.name)
+def test_plans_of_few_of_many_slots(case: RoutingCase, row_order: str, emulated: Device) -> None:
+    _schedule(emulated, case, row_order)
+    case = spread(case, 500)
+    for more in (0, 1, -1):
+        _check_numbered(emulated, case, row_order, max(0, held_slots(case) + more))
+
+
+@pytest.mark.usefixtures("numbering")
+@given(routing_cases(), st.sampled_from(ORDERS), st.integers(0, 4), st.integers(2, 1024))
+@settings(
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_plans_of_drawn_slots(
+    emulated: Device, case: RoutingCase, row_order: str, max_active: int, slots: int
+) -> None:
+    if slots > case.max_loras:
+        case = spread(case, slots)
+    emulated.schedule = Schedule(slots)
+    _check_numbered(emulated, case, row_order, max_active)
 
 
 @pytest.mark.parametrize("tokens", [6, 300])

@@ -139,6 +139,7 @@ class Draw:
             num_experts=b.experts,
             max_loras=b.max_loras,
             tile_rows=segments.tile_rows,
+            max_active=b.max_active or None,
             start_expert=b.start_expert,
             row_order=routing.row_order,
             out=(routing, segments),

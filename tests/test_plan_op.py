@@ -19,6 +19,7 @@ from cupylora.ops._plan_choice import Large, PlanSizes, Small, _magic, choose_pl
 from cupylora.worklists import (
     MAX_ROWS,
     STATUS_BAD_SLOT,
+    STATUS_CAPACITY,
     TILE_ROWS,
     Routing,
     Segments,
@@ -100,6 +101,52 @@ def test_twin_equals_the_two_ops(case: RoutingCase, row_order: str, tile_rows: i
 @pytest.mark.parametrize("case", hostile_routings(), ids=lambda case: case.name)
 def test_twin_on_hostile_routings(case: RoutingCase) -> None:
     assert_same_plan(twin(case), composed(case, 8))
+
+
+def held_slots(case: RoutingCase) -> int:
+    """Different slots of its tokens."""
+    slots = case.token_to_slot
+    return len(np.unique(slots[(slots >= 0) & (slots < case.max_loras)]))
+
+
+def spread(case: RoutingCase, max_loras: int) -> RoutingCase:
+    """The same batch in a table of more slots: its first ones, its last ones, and far between."""
+    places = np.linspace(0, max_loras - 1, case.max_loras).astype(np.int32)
+    slots = case.token_to_slot
+    moved = np.where(slots < 0, slots, places[np.maximum(slots, 0)])
+    return replace(case, token_to_slot=moved, max_loras=max_loras)
+
+
+@given(routing_cases(), st.sampled_from(ORDERS), st.integers(0, 3))
+@settings(deadline=None)
+def test_twin_makes_the_same_lists_of_a_known_number_of_slots(
+    case: RoutingCase, row_order: str, more: int
+) -> None:
+    made = twin(case, row_order=row_order, max_active=held_slots(case) + more)
+    assert_same_plan(made, twin(case, row_order=row_order))
+
+
+def first_slots(case: RoutingCase, max_active: int) -> RoutingCase:
+    """What counts of a batch that has more slots."""
+    held = np.unique(case.token_to_slot[case.token_to_slot >= 0])[:max_active]
+    safe = np.where(np.isin(case.token_to_slot, held), case.token_to_slot, -1)
+    return replace(case, token_to_slot=safe.astype(np.int32))
+
+
+@pytest.mark.parametrize("max_active", [0, 1, 3])
+def test_more_slots_than_said_are_refused_or_flagged(max_active: int) -> None:
+    case = random_case(4, 30, 2, 5, 9)
+    out = _filled(case, 8, "token_major")
+    with pytest.raises(CapacityError, match=rf"8 different slots; max_active says {max_active} "):
+        twin(case, max_active=max_active, out=out)
+    assert (out[0].row_to_pair == 7).all()
+    status, was = np.zeros(1, np.int32), case.token_to_slot.copy()
+    made = twin(case, max_active=max_active, status=status)
+    assert_same_plan(made, twin(first_slots(case, max_active)))
+    assert status[0] == STATUS_CAPACITY
+    np.testing.assert_array_equal(case.token_to_slot, was)
+    with pytest.raises(ArgumentError, match="max_active is -1"):
+        twin(case, max_active=-1)
 
 
 def _filled(case: RoutingCase, tile_rows: int, row_order: str, room: int | None = None) -> Plan:
@@ -187,7 +234,46 @@ def _fits(chosen: Small | Large, sizes: PlanSizes, shared: int) -> bool:
     columns, rounds = map(int, numbers)
     shares = chosen.grid * 256 >= sizes.pairs and chosen.grid & (chosen.grid - 1) == 0
     holds = columns * rounds * 32 >= sizes.pairs and chosen.threads >= columns * 32
-    return shares and holds and (sizes.keys + 1) * columns <= chosen.smem <= shared - 11 * 1024
+    keys = sizes.num_experts * chosen.digits
+    return shares and holds and (keys + 1) * columns <= chosen.smem <= shared - 12160
+
+
+def _numbers(chosen: Small | Large, sizes: PlanSizes, max_active: int | None) -> bool:
+    """The limits within which slots are numbered."""
+    if max_active is None or (isinstance(chosen, Small) and not chosen.kernel.startswith("table")):
+        return False
+    few = chosen.digits == max_active + 1 <= min(sizes.max_loras, 257)
+    return few and sizes.max_loras <= 1024
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loras", "max_active", "kernel", "digits"),
+    [
+        (16, 64, 1, "rank_8", 65),
+        (32, 1, 1, "table_8_1", 2),
+        (32, 64, 1, "table_8_1", 2),
+        (32, 64, 65, "rank_4", 65),
+        (32, 1025, 1, "rank_4", 1026),
+        (128, 64, 1, "table_16_2", 2),
+        (128, 64, 16, "table_16_2", 17),
+        (512, 64, 1, "table_32_4", 2),
+        (512, 64, 64, "count_16_4", 65),
+        (4096, 64, 1, "count_16_4", 2),
+    ],
+)
+def test_few_slots_are_counted_as_in_a_small_table(
+    tokens: int, loras: int, max_active: int, kernel: str, digits: int
+) -> None:
+    chosen = choose_plan(_sizes(tokens, 8, 128, loras), SHARED["H200"], max_active)
+    assert chosen is not None
+    name = chosen.kernel if isinstance(chosen, Small) else chosen.count_kernel
+    assert (name, chosen.digits) == (kernel, digits)
+
+
+def test_a_dense_plan_of_many_tokens_does_not_read_all_of_them_in_each_block() -> None:
+    chosen = choose_plan(_sizes(100_000, 1, 1, 64), SHARED["H200"], 1)
+    assert isinstance(chosen, Large)
+    assert chosen.digits == 65
 
 
 @pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
@@ -212,21 +298,34 @@ def test_chosen_launches_hold_their_sizes(shared: int) -> None:
                 continue
             assert _fits(chosen, sizes, shared), (sizes, chosen)
             kinds.add(chosen.kernel if isinstance(chosen, Small) else chosen.count_kernel)
-            threads = chosen.threads
-            assert threads % 32 == 0
-            assert threads <= 1024
+            for max_active in (None, 0, 1, 4, 16, 64, 256, 257, loras):
+                numbered = choose_plan(sizes, shared, max_active)
+                assert numbered is not None
+                assert _fits(numbered, sizes, shared), (sizes, max_active, numbered)
+                assert numbered == chosen or _numbers(numbered, sizes, max_active)
+                assert numbered.cost <= chosen.cost
+                assert numbered.threads % 32 == 0
+                assert numbered.threads <= 1024
     assert kinds >= {"rank_8", "rank_4", "table_8_1", "table_8_2", "table_32_4", "count_16_4"}
 
 
 def test_workspace_serves_every_smaller_batch() -> None:
-    for top_k, experts, loras in ((1, 1, 16), (8, 128, 16), (8, 256, 64), (8, 64, 250), (8, 9, 1)):
+    for top_k, experts, loras in (
+        (1, 1, 16),
+        (8, 128, 16),
+        (8, 256, 64),
+        (8, 64, 250),
+        (8, 128, 1000),
+        (8, 9, 1),
+    ):
         rows = 20000 * top_k
         given = ops.plan_workspace_bytes(rows, experts, loras)
         for tokens in (*range(0, 20000, 97), 20000):
             for shared in SHARED.values():
-                chosen = choose_plan(_sizes(tokens, top_k, experts, loras), shared)
-                if isinstance(chosen, Large):
-                    assert chosen.workspace_bytes <= given
+                for max_active in (None, 0, 3, 40):
+                    chosen = choose_plan(_sizes(tokens, top_k, experts, loras), shared, max_active)
+                    if isinstance(chosen, Large):
+                        assert chosen.workspace_bytes <= given
             assert ops.route_workspace_bytes(tokens * top_k, experts, loras) <= given
     assert ops.plan_workspace_bytes(32768, 2048, 4096) < 1 << 30
 
@@ -294,14 +393,20 @@ def _device_plan(case: RoutingCase, **options: Any) -> Plan:
     return ops.plan(*args, **case.sizes, **options)
 
 
-def _check_on_device(case: RoutingCase, tile_rows: int, row_order: str, fused: bool | None) -> None:
+def _check_on_device(
+    case: RoutingCase,
+    tile_rows: int,
+    row_order: str,
+    fused: bool | None,
+    max_active: int | None = None,
+) -> None:
     """Three runs into the same lists: each gives the twin's, and nothing behind their counts."""
     options: dict[str, Any] = {"tile_rows": tile_rows, "row_order": row_order}
     expected = twin(case, **options)
     filled = _filled(case, tile_rows, row_order)
     out = to_device(filled[0]), to_device(filled[1])
     for _ in range(3):
-        made = _device_plan(case, **options, out=out, fused=fused)
+        made = _device_plan(case, **options, out=out, fused=fused, max_active=max_active)
         assert made[0].row_to_pair is out[0].row_to_pair
         assert_same_plan(made, expected, beyond=7)
         for array in (made[0].row_to_pair, made[0].pair_to_row, made[1].count, made[1].tile_count):
@@ -316,6 +421,55 @@ def test_device_equals_twin(shape: tuple[int, int, int, int], kind: str) -> None
     for index, row_order in enumerate(ORDERS):
         for tile_rows in TILE_ROWS if kind == "repeated" else TILE_ROWS[index : index + 1]:
             _check_on_device(case, tile_rows, row_order, None)
+
+
+FEW = [
+    (1, 8, 128, 1),
+    (32, 8, 128, 1),
+    (32, 8, 128, 8),
+    (33, 8, 128, 1),
+    (70, 8, 512, 2),
+    (128, 8, 128, 1),
+    (128, 8, 128, 16),
+    (130, 8, 256, 2),
+    (300, 8, 20, 5),
+    (512, 8, 128, 1),
+    (512, 8, 256, 16),
+    (1024, 8, 128, 3),
+    (4096, 1, 1, 1),
+    (4096, 8, 128, 1),
+    (6000, 8, 256, 30),
+    (8192, 8, 32, 4),
+]
+"""(tokens, choices, experts, slots that come up)."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [64, 1024])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_device_numbers_the_slots_of_a_large_table(
+    shape: tuple[int, int, int, int], kind: str, slots: int
+) -> None:
+    case = spread(drawn_case(kind, *shape), slots)
+    for index, row_order in enumerate(ORDERS):
+        for max_active in (held_slots(case), held_slots(case) + 2):
+            _check_on_device(case, TILE_ROWS[index], row_order, None, max_active)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [40, 600, 5000])
+def test_more_slots_than_said_are_reported_by_every_kernel_that_numbers(tokens: int) -> None:
+    import cupy
+
+    case = drawn_case("repeated", tokens, 8, 128, 64)
+    word = cupy.zeros(1, np.int32)
+    for max_active in (64, 1, 0):
+        filled = _filled(case, 8, "token_major")
+        out = to_device(filled[0]), to_device(filled[1])
+        made = _device_plan(case, status=word, max_active=max_active, out=out)
+        assert_same_plan(made, twin(first_slots(case, max_active)), beyond=7)
+        assert int(word[0]) == (0 if max_active == 64 else STATUS_CAPACITY)
 
 
 @pytest.mark.gpu

@@ -123,31 +123,41 @@ def _route_row(tokens: int, experts: int, top_k: int) -> tuple[str, ...]:
 
 
 def plan_rows() -> list[tuple[str, ...]]:
-    """The fused plan of one MoE layer beside the two ops it stands for, and of dense layers."""
+    """The fused plan of one MoE layer beside the two ops it stands for, of dense layers, and of
+    batches that are known to hold few of many slots."""
     return [
         *(_plan_row(t, e, 8) for e in (128, 256) for t in (1, 8, 32, 128, 512, 4096)),
         *(_plan_row(t, 1, 1) for t in (32, 4096)),
+        *(
+            _plan_row(t, 128, 8, slots=slots, active=active)
+            for t in (32, 128, 512, 1024, 4096)
+            for slots, active in ((1, 1), (16, 1), (64, 1), (64, 8), (64, 64))
+        ),
     ]
 
 
-def _plan_row(tokens: int, experts: int, top_k: int) -> tuple[str, ...]:
+def _plan_row(
+    tokens: int, experts: int, top_k: int, slots: int = 16, active: int | None = None
+) -> tuple[str, ...]:
     total = tokens * top_k
+    room = max(16, ops.plan_workspace_bytes(total, experts, slots))
     sizes = {
         "num_experts": experts,
-        "max_loras": 16,
+        "max_loras": slots,
         "tile_rows": choose_tile_rows(total, experts),
-        "workspace": cupy.empty(max(16, ops.plan_workspace_bytes(total, experts, 16)), np.uint8),
+        "max_active": active,
+        "workspace": cupy.empty(room, np.uint8),
     }
     fused, apart = [], []
     for seed in range(40):
-        batch = random_batch(tokens, top_k, experts, 16, seed)
+        batch = random_batch(tokens, top_k, experts, active or slots, seed)
         out = ops.plan(*batch, **sizes)
         fused.append(partial(ops.plan, *batch, **sizes, out=out))
         apart.append(partial(ops.plan, *batch, **sizes, out=out, fused=False))
-    sizes_of = PlanSizes(tokens, top_k, experts, 16, 0, False, sizes["tile_rows"])
-    chosen = choose_plan(sizes_of, shared_limit())
+    sizes_of = PlanSizes(tokens, top_k, experts, slots, 0, False, sizes["tile_rows"])
+    chosen = choose_plan(sizes_of, shared_limit(), active)
     kernel = getattr(chosen, "kernel", None) or getattr(chosen, "count_kernel", "none")
-    label = f"plan T={tokens} k={top_k} E={experts} ({kernel})"
+    label = f"plan T={tokens} k={top_k} E={experts}, {active or 'any'} of {slots} ({kernel})"
     return label, f"{graph_us(fused):.2f} µs", f"two ops {graph_us(apart):.2f} µs"
 
 

@@ -125,6 +125,11 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// A byte that several threads may set to one value at a time.
+__device__ __forceinline__ void store1_relaxed(u32 address, u32 value) {
+  asm volatile("st.relaxed.cta.shared.u8 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
+}
+
 // 16, 8 or 4 bytes of shared memory; zeros where `valid` is false.
 __device__ __forceinline__ uint4 shared16_if(u32 address, bool valid) {
   uint4 v = make_uint4(0, 0, 0, 0);

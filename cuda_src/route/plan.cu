@@ -165,10 +165,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ u16 row_pairs[kPairs];
   __shared__ uint2 heads[kSharePairs];  // rows << 16 | first row, digit << 16 | expert
   __shared__ Totals scratch[kMaxWarps];
+  __shared__ __align__(16) u8 marks[kNumberedSlots];
+  __shared__ u16 slots[kNumbers];
   const ColumnTable<kColumns> table{memory};
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  i32* reported = blockIdx.x == 0 ? status : nullptr;
   const i32 first_pair = warp < kColumns ? warp * kRounds * kWarp + lane : sizes.pairs;
   clear_shared(memory, (sizes.keys() + 1) * kColumns);
+  if (sizes.numbers_slots()) clear_marks(marks, sizes);
   wait_for_predecessor();
   release_successor();
   PairInput inputs[kRounds];
@@ -177,15 +181,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     inputs[r] = load_pair(topk_ids, token_to_slot, sizes, first_pair + r * kWarp);
   }
   __syncthreads();
+  if (sizes.numbers_slots()) {
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) mark_slot(marks, sizes, inputs[r].slot);
+    __syncthreads();
+  }
   Group groups[kRounds];
   u32 ranks[kRounds];
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
-    groups[r] = group_of(inputs[r], sizes, blockIdx.x == 0 ? status : nullptr);
+    groups[r] = group_of(inputs[r], sizes, reported);
   }
+  if (sizes.numbers_slots()) number_slots(marks, sizes, groups, slots, reported);
   rank_pairs<kColumns, kRounds>(table, sizes, groups, ranks);
   const bool writes = (warp & ((1 << grid_shift) - 1)) == static_cast<i32>(blockIdx.x);
-  const Totals all = scan_keys(table, sizes, lists, writes, scratch);
+  const Totals all = scan_keys(table, sizes, lists, slots, writes, scratch);
 
   const auto share = [&](i32 items) { return (items + (1 << grid_shift) - 1) >> grid_shift; };
   const i32 pair_share = share(sizes.pairs), first_row = blockIdx.x * pair_share;
@@ -220,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint2 packed = heads[i / 4];
     const Group group{packed.y};
     const Tile head{static_cast<i32>(packed.x & 0xffffu), static_cast<i32>(packed.x >> 16),
-                    group.expert(), group.digit() - 1};
+                    group.expert(), sizes.slot_of(group.digit(), slots)};
     int4* record = reinterpret_cast<int4*>(lists.tiles + first_tile + i / 4);
     record[i % 4] = record_quarter(
         i % 4, head, [&](i32 at) { return static_cast<i32>(row_pairs[head.first_row + at]); });

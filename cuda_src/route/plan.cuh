@@ -2,8 +2,9 @@
 // the rows of each (expert, slot) into places in all lists.
 //
 // A *key* numbers (expert, slot digit), where digit 0 is 'no adapter' and digit s + 1 is slot s, so
-// that keys rise in row order. A list place follows from integer counts alone; no order comes from
-// an atomic.
+// that keys rise in row order. Where a batch is said to hold few of many slots, digit n + 1 is the
+// nth slot that it holds instead: the order is the same, and the keys are few. A list place follows
+// from integer counts alone; no order comes from an atomic.
 #pragma once
 #include "lora/slot_entry.cuh"
 #include "ptx/memory.cuh"
@@ -12,6 +13,12 @@
 
 constexpr u32 kForeign = 0xffffffffu;
 constexpr int kMaxWarps = 32;
+constexpr int kNumberedSlots = 1024;  // most slots of a table where those held are numbered
+constexpr int kNumbers = 256;         // and most of them that a batch may be said to hold
+
+__device__ __forceinline__ u32 divide(u32 value, u32 magic) {
+  return magic == 0 ? value : __umulhi(value, magic);
+}
 
 // The sizes of a call (_sizes in ops/plan.py). A magic number m of a divisor gives the quotient
 // of n as the upper half of n * m, for n * divisor < 2^32; 0 stands for the divisor 1.
@@ -19,18 +26,27 @@ struct __align__(8) PlanSizes {
   i32 pairs, top_k, k_major;
   u32 divisor, divisor_magic;  // of a pair: top_k, or the number of tokens where k_major
   i32 num_experts, start_expert;
-  i32 digits;  // max_loras + 1
+  i32 digits;  // max_loras + 1, or fewer: the slots held are numbered, digits - 1 at most
   u32 digits_magic;
   i32 tile_shift;  // log2 of a full tile's rows
+  i32 max_loras;
 
   __device__ __forceinline__ i32 keys() const { return num_experts * digits; }
+  __device__ __forceinline__ i32 tokens() const {
+    return static_cast<i32>(k_major ? divisor : divide(pairs, divisor_magic));
+  }
   __device__ __forceinline__ i32 tile_rows() const { return 1 << tile_shift; }
   // Place in its tile of the row with this number in its segment.
   __device__ __forceinline__ i32 place_in_tile(i32 index) const {
     return index & (tile_rows() - 1);
   }
+  __device__ __forceinline__ bool numbers_slots() const { return digits <= max_loras; }
+  // `slots`: by number.
+  __device__ __forceinline__ i32 slot_of(i32 digit, const u16* slots) const {
+    return digit > 0 && numbers_slots() ? slots[digit - 1] : digit - 1;
+  }
 };
-static_assert(sizeof(PlanSizes) == 40, "_sizes in ops/plan.py packs 40 bytes");
+static_assert(sizeof(PlanSizes) == 48, "packed in ops/_plan_choice.py makes 48 bytes");
 
 // The arrays of a Routing and a Segments.
 struct PlanLists {
@@ -45,10 +61,6 @@ struct PlanLists {
   i32* tile_count;
 };
 static_assert(sizeof(PlanLists) == 72, "_pointers in ops/plan.py packs 72 bytes");
-
-__device__ __forceinline__ u32 divide(u32 value, u32 magic) {
-  return magic == 0 ? value : __umulhi(value, magic);
-}
 
 // Local expert and slot digit of a pair in one word; kForeign for a pair that is not ours.
 struct Group {
@@ -81,13 +93,86 @@ __device__ __forceinline__ PairInput load_pair(const i32* topk_ids, const i32* t
 // A slot that does not exist is reported and counts as no adapter.
 __device__ __forceinline__ Group group_of(const PairInput& input, const PlanSizes& sizes,
                                           i32* status) {
-  const bool bad_slot = input.slot >= sizes.digits - 1;
+  const bool bad_slot = input.slot >= sizes.max_loras;
   if (bad_slot) raise_status(status, kStatusSlotRange);
   // Both are at least 0 where it matters, so that the difference cannot wrap.
   const u32 local = static_cast<u32>(input.id) - static_cast<u32>(sizes.start_expert);
   if (input.id < 0 || local >= static_cast<u32>(sizes.num_experts)) return Group{kForeign};
   const u32 digit = input.slot < 0 || bad_slot ? 0 : input.slot + 1;
   return Group{local | digit << 16};
+}
+
+// marks [kNumberedSlots]: a byte for each slot, 1 where the batch holds it.
+__device__ __forceinline__ void clear_marks(u8* marks, const PlanSizes& sizes) {
+  for (i32 i = threadIdx.x; i < ceil_div(sizes.max_loras, kWarp) * kWarp; i += blockDim.x) {
+    marks[i] = 0;
+  }
+}
+
+__device__ __forceinline__ void mark_slot(u8* marks, const PlanSizes& sizes, i32 slot) {
+  if (static_cast<u32>(slot) < static_cast<u32>(sizes.max_loras)) {
+    store1_relaxed(shared_address(marks + slot), 1);
+  }
+}
+
+// The slots that a batch holds, over a warp, all of which calls.
+struct HeldSlots {
+  u32 bits;    // of slots 32 * lane and up
+  i32 before;  // held below those
+
+  static __device__ __forceinline__ HeldSlots of(const u8* marks, const PlanSizes& sizes) {
+    constexpr u32 kGather = 0x10204080u;  // the lowest bits of a word's bytes into its upper 4
+    const i32 first = static_cast<i32>(threadIdx.x % kWarp) * kWarp;
+    u32 bits = 0;
+    if (first < sizes.max_loras) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 four = *reinterpret_cast<const uint4*>(marks + first + half * 16);
+        const u32 nibbles = (four.x * kGather) >> 28 | (four.y * kGather) >> 28 << 4 |
+                            (four.z * kGather) >> 28 << 8 | (four.w * kGather) >> 28 << 12;
+        bits |= nibbles << (half * 16);
+      }
+    }
+    const i32 held = __popc(bits);
+    return HeldSlots{bits, warp_inclusive(held, Sum()) - held};
+  }
+  // Slots held below this one. Each lane asks for its own, which may be none that there is.
+  __device__ __forceinline__ i32 number(i32 slot) const {
+    const u32 lane = static_cast<u32>(slot) / kWarp % kWarp, bit = slot % kWarp;
+    const u32 word = __shfl_sync(kFullMask, bits, lane);
+    return __shfl_sync(kFullMask, before, lane) + __popc(word & ((1u << bit) - 1u));
+  }
+};
+
+// Digits of slots become digits of their numbers; `slots` by number and the status are for those
+// blocks that give them. A slot that is one too many is reported and counts as no adapter. All of
+// the block call, with the marks complete.
+template <int kRounds>
+__device__ __forceinline__ void number_slots(const u8* marks, const PlanSizes& sizes,
+                                             Group (&groups)[kRounds], u16* slots, i32* status) {
+  const HeldSlots held = HeldSlots::of(marks, sizes);
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    const Group group = groups[r];
+    const bool numbered = !group.foreign() && group.digit() > 0;
+    const i32 number = held.number(numbered ? group.digit() - 1 : 0);
+    if (numbered) {
+      const u32 digit = number < sizes.digits - 1 ? number + 1 : 0;
+      groups[r] = Group{static_cast<u32>(group.expert()) | digit << 16};
+    }
+  }
+  if (slots == nullptr) return;
+  const i32 lane = threadIdx.x % kWarp;
+  for (i32 first = threadIdx.x - lane; first < sizes.max_loras; first += blockDim.x) {
+    const i32 number = held.number(first + lane);
+    if (__shfl_sync(kFullMask, held.bits, first / kWarp) >> lane & 1u) {
+      if (number < sizes.digits - 1) {
+        slots[number] = static_cast<u16>(first + lane);
+      } else {
+        raise_status(status, kStatusCapacity);
+      }
+    }
+  }
 }
 
 // A 16-byte quarter of a tile's record; pair_at(i) is the pair of the tile's row i.
@@ -240,10 +325,12 @@ __device__ __forceinline__ BlockTotals block_totals(const Totals& own, Totals* s
 // under the number of keys), and writes the segments and the expert offsets. Every block of the
 // grid does all of it; of the lists a warp's part is written where `writes` is set, which must be
 // in one block, and what ends them by block 0. `table` gives total(key) and takes set(key, row,
-// tile). All of the block call, a power of two of threads; the table is complete on return.
+// tile); `slots` are by number. All of the block call, a power of two of threads; the table is
+// complete on return.
 template <typename Table>
 __device__ __forceinline__ Totals scan_keys(const Table& table, const PlanSizes& sizes,
-                                            const PlanLists& lists, bool writes, Totals* scratch) {
+                                            const PlanLists& lists, const u16* slots, bool writes,
+                                            Totals* scratch) {
   const i32 keys = sizes.keys(), threads_log2 = __ffs(blockDim.x) - 1;
   // Odd, so that neighbouring threads read different banks.
   const i32 each = ((keys + static_cast<i32>(blockDim.x) - 1) >> threads_log2) | 1;
@@ -264,7 +351,7 @@ __device__ __forceinline__ Totals scan_keys(const Table& table, const PlanSizes&
     if (writes && count > 0) {
       lists.seg_start[at.segments] = at.rows;
       lists.seg_expert[at.segments] = expert;
-      lists.seg_slot[at.segments] = digit - 1;
+      lists.seg_slot[at.segments] = sizes.slot_of(digit, slots);
     }
     at.add(count, digit, sizes);
     if (++digit == sizes.digits) {

@@ -14,6 +14,7 @@ constexpr int kRankBits = 11;
 constexpr u32 kRankMask = (1u << kRankBits) - 1u;
 constexpr int kVectorKeys = 8;     // keys in 16 bytes of counts
 constexpr int kPackedBlocks = 16;  // blocks whose counts can be added in 16 bits
+constexpr int kAhead = 8;          // tokens of a thread whose slots are loaded at once
 
 __device__ __forceinline__ i32 padded_keys(const PlanSizes& sizes) {
   return ceil_div(sizes.keys(), kVectorKeys) * kVectorKeys;
@@ -65,8 +66,9 @@ __device__ __forceinline__ void sum_blocks(const uint4* counts, i32 stride, i32 
 }  // namespace
 
 // A block ranks kColumns * kRounds * 32 pairs. ranked [pairs]: key << 11 | rank, kForeign for a
-// pair that is not ours. counts [blocks][padded keys]: rows of each key, 16 bits. Dynamic shared
-// memory: kColumns bytes for every padded key.
+// pair that is not ours. counts [blocks][padded keys]: rows of each key, 16 bits; behind them the
+// slots by number, where those held are numbered, for which each block reads all of token_to_slot.
+// Dynamic shared memory: kColumns bytes for every padded key.
 template <int kColumns, int kRounds>
 __global__ void __launch_bounds__(kThreads, 1)
     plan_count(const i32* topk_ids, const i32* token_to_slot, PlanSizes sizes, u32* ranked,
@@ -74,12 +76,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kPairs = kColumns * kRounds * kWarp;
   static_assert(kPairs <= 1 << kRankBits && kPairs * kPackedBlocks < 1 << 16, "packed counts");
   extern __shared__ __align__(16) u8 memory[];
+  __shared__ __align__(16) u8 marks[kNumberedSlots];
   const ColumnTable<kColumns> table{memory};
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i32 first_pair =
       warp < kColumns ? (blockIdx.x * kColumns + warp) * kRounds * kWarp + lane : sizes.pairs;
   const i32 keys = padded_keys(sizes);
   clear_shared(memory, keys * kColumns);
+  if (sizes.numbers_slots()) clear_marks(marks, sizes);
   wait_for_predecessor();
   release_successor();
   PairInput inputs[kRounds];
@@ -87,11 +91,31 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int r = 0; r < kRounds; ++r) {
     inputs[r] = load_pair(topk_ids, token_to_slot, sizes, first_pair + r * kWarp);
   }
+  i32 ahead[kAhead];
+  if (sizes.numbers_slots()) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const i32 token = threadIdx.x + i * kThreads;
+      ahead[i] = token < sizes.tokens() ? token_to_slot[token] : -1;
+    }
+  }
   __syncthreads();
+  if (sizes.numbers_slots()) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) mark_slot(marks, sizes, ahead[i]);
+    for (i32 token = threadIdx.x + kAhead * kThreads; token < sizes.tokens(); token += kThreads) {
+      mark_slot(marks, sizes, token_to_slot[token]);
+    }
+    __syncthreads();
+  }
   Group groups[kRounds];
   u32 ranks[kRounds];
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) groups[r] = group_of(inputs[r], sizes, status);
+  if (sizes.numbers_slots()) {
+    u16* slots = reinterpret_cast<u16*>(counts + static_cast<i64>(gridDim.x) * (keys / 2));
+    number_slots(marks, sizes, groups, blockIdx.x == 0 ? slots : nullptr, status);
+  }
   rank_pairs<kColumns, kRounds>(table, sizes, groups, ranks);
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
@@ -113,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                PlanLists lists) {
   extern __shared__ __align__(16) u8 memory[];
   __shared__ Totals scratch[kMaxWarps];
+  __shared__ u16 slots[kNumbers];
   const i32 keys = padded_keys(sizes), vectors = keys / kVectorKeys;
   const SumTable table{reinterpret_cast<int2*>(memory)};
   i32* earlier = reinterpret_cast<i32*>(table.keys + keys + 1);  // rows in the blocks before
@@ -121,6 +146,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   release_successor();
   const u32 own = pair < sizes.pairs ? ranked[pair] : kForeign;
   const i32 block = static_cast<i32>(blockIdx.x) * kThreads / block_pairs;
+  if (sizes.numbers_slots() && threadIdx.x < sizes.digits - 1) {
+    const i64 behind = static_cast<i64>(blocks) * vectors;
+    slots[threadIdx.x] = reinterpret_cast<const u16*>(counts + behind)[threadIdx.x];
+  }
   for (i32 v = threadIdx.x; v < vectors; v += kThreads) {
     const i32 key = v * kVectorKeys;
     sum_blocks(counts + v, vectors, blocks, block, table.keys + key, earlier + key);
@@ -128,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const i32 writer = min_int(threadIdx.x / kWarp, gridDim.x - 1);  // a block for each warp's part
   const bool writes = writer == static_cast<i32>(blockIdx.x);
-  const Totals all = scan_keys(table, sizes, lists, writes, scratch);
+  const Totals all = scan_keys(table, sizes, lists, slots, writes, scratch);
 
   if (pair >= sizes.pairs) return;
   i32 row = -1;
@@ -147,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (place == 0) {
         const i32 rows = min_int(table.keys[key + 1].x - row, sizes.tile_rows());
         int4* quarters = reinterpret_cast<int4*>(record);
-        quarters[0] = make_int4(row, rows, expert, digit - 1);
+        quarters[0] = make_int4(row, rows, expert, sizes.slot_of(digit, slots));
         quarters[3] = make_int4(0, 0, 0, 0);
         for (i32 i = rows; i < kTilePairs; ++i) record->pairs[i] = -1;
       }

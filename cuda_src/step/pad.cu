@@ -1,8 +1,9 @@
 // pad_rows: sets the rows behind a batch's own, where buffers of a step must hold something there.
 //
-// In: the batch's tokens, in device memory so that a captured launch pads what each batch needs, and
-// the step's rows; runs of rows. Out: rows [tokens, rows) of every run, each byte the run's. Block
-// (run, piece): 16 bytes a thread and turn; one thread each the bytes before and behind those.
+// In: the batch's tokens, in device memory so that a captured launch pads what each batch needs,
+// and the step's rows; runs of rows. Out: rows [tokens, rows) of every run, each byte the run's.
+// Block (run, piece): 16 bytes a thread and turn; one thread each the bytes before and behind
+// those.
 #include "ptx/types.cuh"
 
 struct PadRun {

@@ -105,9 +105,15 @@ def add_delta(
 
 
 def relist(
-    backend: ArrayBackend, topk_ids: Array, slots: Array, lists: Lists, workspace: Array | None
+    backend: ArrayBackend,
+    topk_ids: Array,
+    slots: Array,
+    lists: Lists,
+    workspace: Array | None,
+    max_active: int,
 ) -> Callable[[], Any]:
-    """A call that makes ``lists`` again in the memory they lie in."""
+    """A call that makes ``lists`` again in the memory they lie in, as a graph for batches of up to
+    ``max_active`` adapters does."""
     from cupylora.ops.plan import plan
 
     return functools.partial(
@@ -117,6 +123,7 @@ def relist(
         num_experts=lists.routing.num_experts,
         max_loras=lists.segments.max_loras,
         tile_rows=lists.segments.tile_rows,
+        max_active=max_active,
         out=(lists.routing, lists.segments),
         workspace=workspace,
         status=backend.status,

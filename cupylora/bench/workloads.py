@@ -261,7 +261,8 @@ def _route(backend: ArrayBackend, point: Point, count: int) -> Workload:
     ]
     room = relist_workspace(backend, lists[0])
     calls = tuple(
-        relist(backend, *arrays, made, room) for arrays, made in zip(inputs, lists, strict=True)
+        relist(backend, *arrays, made, room, point.lora_case)
+        for arrays, made in zip(inputs, lists, strict=True)
     )
     last = _ends(count)[-1]
     return Workload(

@@ -123,7 +123,7 @@ RULES: Mapping[str, Rule] = {
         dependent=True,
         workspace={
             "ranked": "round_up(4 * pairs, 16)",
-            "counts": "ceil_div(pairs, t0 * t1 * 32) * round_up(keys, 8) * 2",
+            "counts": "ceil_div(pairs, t0 * t1 * 32) * round_up(keys, 8) * 2 + 512",
         },
     ),
     "plan_place": Rule("ceil_div(pairs, 512)", "512", "round_up(keys, 8) * 12 + 8", dependent=True),

@@ -48,7 +48,8 @@ typedef enum { CUPYLORA_BFLOAT16, CUPYLORA_FLOAT16, CUPYLORA_FLOAT32 } cupylora_
 typedef enum { CUPYLORA_BY_TOKEN, CUPYLORA_BY_PAIR, CUPYLORA_BY_ROW } cupylora_rows;
 
 /* Bytes that kernels set in the status word, which should be pinned host memory set to 0: a slot
- * not below max_loras, a rank out of range (both then count as no adapter), a list too long. */
+ * not below max_loras, a rank out of range (both then count as no adapter), a list too long or
+ * adapters beyond max_active (the last of them then count as none). */
 enum { CUPYLORA_FAULT_SLOT = 0, CUPYLORA_FAULT_RANK = 1, CUPYLORA_FAULT_CAPACITY = 3 };
 
 /* Sizes of a batch. A dense layer has one expert and top_k 1. */
@@ -58,7 +59,7 @@ typedef struct cupylora_batch {
   int32_t experts;      /* local experts E, up to 2048 */
   int32_t start_expert; /* global id of the first */
   int32_t max_loras;    /* slots of the table, up to 4096 */
-  int32_t max_active;   /* most adapters in the batch; 0: not known. For speed only */
+  int32_t max_active;   /* most adapters in the batch; 0: not known. For speed */
   int32_t max_rank;     /* the largest of any adapter. For the tiles: speed only */
   int32_t tile_rows;    /* 8, 16, 32 or 64; 0: chosen */
   int32_t k_major;      /* a pair's number: 0: t * k + j, 1: j * T + t */
@@ -513,7 +514,7 @@ typedef enum {
 typedef struct cupylora_i_plan {
   cupylora_i_way way;
   int a, b;
-  int64_t grid, threads, shared;
+  int64_t grid, threads, shared, cost;
   int64_t block_pairs, place_grid, place_shared, counts_at, workspace; /* of LARGE */
 } cupylora_i_plan;
 
@@ -526,6 +527,7 @@ static void cupylora_i_ranked(int64_t pairs, cupylora_i_plan* plan) {
   plan->a = pairs <= CUPYLORA_RANK_ALWAYS ? 8 : 4;
   plan->grid = 1;
   plan->threads = cupylora_i_max(256, cupylora_i_up(pairs * plan->a, 32));
+  plan->cost = 150 + pairs * pairs / 32;
 }
 
 static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora_i_plan* plan) {
@@ -535,7 +537,7 @@ static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora
   if (pairs > CUPYLORA_LARGE_MOST || plan->place_shared + CUPYLORA_PLACE_STATIC > most) return;
   for (i = CUPYLORA_PLAN_COUNTS_ROWS - 1; i >= 0; --i) { /* the first that fits counts */
     const int64_t columns = cupylora_plan_counts[i][0], rounds = cupylora_plan_counts[i][1];
-    if (padded * columns > most) continue;
+    if (padded * columns + CUPYLORA_COUNT_STATIC > most) continue;
     plan->way = CUPYLORA_I_LARGE;
     plan->a = (int)columns, plan->b = (int)rounds;
     plan->block_pairs = columns * rounds * 32;
@@ -544,7 +546,8 @@ static void cupylora_i_large(int64_t pairs, int64_t keys, int64_t most, cupylora
     plan->shared = padded * columns;
     plan->place_grid = cupylora_i_ceil(pairs, CUPYLORA_PLACE_THREADS);
     plan->counts_at = cupylora_i_up(pairs * 4, 16);
-    plan->workspace = plan->counts_at + plan->grid * padded * 2;
+    plan->workspace = plan->counts_at + plan->grid * padded * 2 + CUPYLORA_NUMBERS * 2;
+    plan->cost = CUPYLORA_LARGE_COST + keys * 5 / 2;
   }
 }
 
@@ -556,7 +559,7 @@ static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, in
   cupylora_i_plan plan;
   int i;
   memset(&plan, 0, sizeof plan);
-  plan.way = CUPYLORA_I_SORTED;
+  plan.way = CUPYLORA_I_SORTED, plan.cost = CUPYLORA_NO_COST;
   if (pairs * divisor >= INT64_C(1) << 32) return plan;
   for (i = 0; i < CUPYLORA_PLAN_TABLES_ROWS; ++i) {
     const int64_t* shape = cupylora_plan_tables[i];
@@ -579,6 +582,7 @@ static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, in
     plan.grid = 1;
     while (plan.grid * CUPYLORA_SHARE < pairs) plan.grid *= 2;
     plan.shared = cupylora_i_up((keys + 1) * best[0], 16);
+    plan.cost = cupylora_i_table_cost(keys, best);
   }
   return plan;
 }

@@ -286,19 +286,12 @@ static cupylora_status cupylora_i_check_batch(const cupylora_batch* batch, cupyl
 /* Places of the lists from `address` on, in the order of cupylora_lists, and their end. */
 static void cupylora_i_lists(const cupylora_batch* b, uint64_t address, uint64_t places[10]) {
   const int64_t rows = cupylora_i_rows(b), segments = cupylora_i_segments(b);
-  const int64_t bytes[] = {rows * 4,
-                           rows * 4,
-                           (b->experts + 1) * INT64_C(8),
-                           segments * 4 + 4,
-                           segments * 4,
-                           segments * 4,
-                           4,
-                           4,
-                           cupylora_i_tiles(b) * CUPYLORA_TILE_INTS * 4};
+  const int64_t tiles = cupylora_i_tiles(b) * CUPYLORA_TILE_INTS, offsets = 2 * b->experts + 2;
+  const int64_t ints[] = {rows, rows, offsets, segments + 1, segments, segments, 1, 1, tiles};
   int i;
   for (i = 0; i < 9; ++i) {
     places[i] = address;
-    address += (uint64_t)cupylora_i_up(bytes[i], 256);
+    address += (uint64_t)cupylora_i_up(ints[i] * 4, 256);
   }
   places[9] = address;
 }
@@ -527,12 +520,19 @@ static cupylora_status cupylora_i_plan_segments(cupylora_i_build* w, int64_t row
 cupylora_status cupylora_plan_lists(const cupylora* opened, const cupylora_batch* batch,
                                     cupylora_op* op, cupylora_error* error) {
   cupylora_i_build build, *w = &build;
-  cupylora_i_plan plan;
+  cupylora_i_plan plan, few;
   int64_t rows, divisor, digits;
   CUPYLORA_I_TRY(cupylora_i_begin(w, opened, batch, batch, op, CUPYLORA_I_FOR_LISTS, 0, error));
   rows = cupylora_i_rows(batch), digits = batch->max_loras + 1;
   divisor = batch->k_major && batch->top_k > 1 ? batch->tokens : batch->top_k;
   plan = cupylora_i_choose_plan(rows, divisor, batch->experts * digits, opened->shared_block);
+  if (0 < batch->max_active && batch->max_active < batch->max_loras &&
+      batch->max_loras <= CUPYLORA_NUMBERED_SLOTS && batch->max_active <= CUPYLORA_NUMBERS) {
+    const int64_t keys = batch->experts * (batch->max_active + INT64_C(1));
+    few = cupylora_i_choose_plan(rows, divisor, keys, opened->shared_block);
+    few.cost += few.way == CUPYLORA_I_LARGE ? batch->tokens / CUPYLORA_NUMBER_TOKENS : 0;
+    if (few.cost + CUPYLORA_NUMBER_COST < plan.cost) plan = few, digits = batch->max_active + 1;
+  }
   CUPYLORA_I_GIVE(w, topk_ids, CUPYLORA_I_A, 0);
   CUPYLORA_I_GIVE(w, token_to_slot, CUPYLORA_I_B, 0);
   CUPYLORA_I_SET(w, num_tokens, batch->tokens);

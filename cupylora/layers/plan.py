@@ -168,12 +168,13 @@ class BatchPlan:
 
         token_to_slot: int32 [T], negative for no adapter. topk_ids: int32 [T, top_k] global expert
         ids; left out in a dense plan. active: most adapters that the batch has, groups of rows of
-        no adapter counted or not; for speed, but for 0: no row has an adapter, so that layers
+        no adapter counted or not, if known: for speed. 0: no row has an adapter, so that layers
         enqueue nothing for LoRA, and a dense plan nothing at all.
 
         Raises ArgumentError for arrays that do not fit, on NumPy also for a slot >= max_loras (on
         CUDA the next call reports it) and for a row with an adapter where ``active`` is 0;
-        CapacityError for more than max_tokens tokens.
+        CapacityError for more than max_tokens tokens, on NumPy also for more adapters than
+        ``active`` (on CUDA the next call reports those that ran without their adapter).
         """
         self.backend.check_status()
         token_to_slot, tokens = self._check_slots(token_to_slot)
@@ -197,6 +198,7 @@ class BatchPlan:
             num_experts=self.experts,
             max_loras=self.max_loras,
             tile_rows=lists.segments.tile_rows,
+            max_active=active,
             start_expert=self.start_expert,
             row_order=self.row_order,
             out=(lists.routing, lists.segments),

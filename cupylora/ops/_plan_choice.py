@@ -1,8 +1,10 @@
 """Which kernels make a batch's plan, and how they are launched: a matter of sizes alone.
 
-In: the sizes of a call and the shared memory that a block may have. Out: a Small (one launch), a
-Large (two) or None where neither fits. The limits follow from the kernels (route/plan.cu,
-route/plan_large.cu); where several fit, the order is by measured or estimated time.
+In: the sizes of a call, most adapters of its batch if known, and the shared memory that a block may
+have. Out: a Small (one launch), a Large (two) or None where neither fits. The limits follow from
+the kernels (route/plan.cu, route/plan_large.cu); where several fit, the order is by measured or
+estimated time. A batch of few adapters may have the slots that it holds numbered, so that its keys
+are few however many slots there are.
 """
 
 from __future__ import annotations
@@ -28,10 +30,22 @@ _TABLE_STATIC = 12 * 1024
 """Bytes, and more, of plan_table's own arrays."""
 
 _COUNTS = ((16, 4), (8, 4))
+_COUNT_STATIC = 1024
 _PLACE_THREADS = 512
 _PLACE_STATIC = 1024
 _PLACE_KEY_BYTES = 12
 _VECTOR_KEYS = 8
+_LARGE_COST = 12_000
+"""Estimated clock cycles of the two launches but for what the keys cost."""
+
+_NUMBERED_SLOTS = 1024
+_NUMBERS = 256
+"""Most slots of a table that can be numbered, and most of them that a batch may hold then."""
+_NUMBER_COST = 300
+_NUMBER_TOKENS = 8
+"""Estimated clock cycles of numbering, and in a Large one more for so many tokens."""
+_NO_COST = 1 << 40
+
 _MOST_SHARED = 227 * 1024
 """Bytes that a block of any device may have."""
 _LARGE_MOST = 1 << 17
@@ -57,7 +71,12 @@ class PlanSizes(NamedTuple):
     @property
     def keys(self) -> int:
         """Different (expert, slot or none)."""
-        return self.num_experts * (self.max_loras + 1)
+        return self.num_experts * self.digits
+
+    @property
+    def digits(self) -> int:
+        """Different slots, none among them."""
+        return self.max_loras + 1
 
     @property
     def divisor(self) -> int:
@@ -68,11 +87,11 @@ class PlanSizes(NamedTuple):
     def _by_choice(self) -> bool:
         return self.k_major and self.top_k > 1
 
-    def packed(self) -> bytes:
-        """PlanSizes of route/plan.cuh."""
-        divisor, digits = max(1, self.divisor), self.max_loras + 1
+    def packed(self, digits: int) -> bytes:
+        """PlanSizes of route/plan.cuh; ``digits`` are those of the chosen launches."""
+        divisor = max(1, self.divisor)
         return struct.pack(
-            "3i2I3iIi",
+            "3i2I3iI2i4x",
             self.pairs,
             self.top_k,
             self._by_choice,
@@ -83,17 +102,21 @@ class PlanSizes(NamedTuple):
             digits,
             _magic(digits),
             self.tile_rows.bit_length() - 1,
+            self.max_loras,
         )
 
 
 @dataclass(frozen=True)
 class Small:
-    """One launch of program "plan"."""
+    """One launch of program "plan". digits: different slots by which it counts; cost: estimated
+    clock cycles."""
 
     kernel: str
     grid: int
     threads: int
     smem: int
+    digits: int
+    cost: int
 
     @property
     def grid_shift(self) -> int | None:
@@ -103,7 +126,7 @@ class Small:
 
 @dataclass(frozen=True)
 class Large:
-    """The two launches of program "plan_large"."""
+    """The two launches of program "plan_large". digits, cost: as of a Small."""
 
     count_kernel: str
     blocks: int
@@ -114,34 +137,59 @@ class Large:
     place_smem: int
     ranked_bytes: int
     workspace_bytes: int
+    digits: int
+    cost: int
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_plan(sizes: PlanSizes, shared: int) -> Small | Large | None:
-    """The launches for these sizes where a block may have ``shared`` bytes; None: none fits."""
-    pairs, keys, shared = sizes.pairs, sizes.keys, min(shared, _MOST_SHARED)
+def choose_plan(
+    sizes: PlanSizes, shared: int, max_active: int | None = None
+) -> Small | Large | None:
+    """The launches for these sizes where a block may have ``shared`` bytes; None: none fits.
+
+    max_active: most different slots that the batch holds, if known.
+    """
+    shared = min(shared, _MOST_SHARED)
+    chosen = _choose(sizes, sizes.digits, shared)
+    if max_active is None or max_active >= sizes.max_loras:
+        return chosen
+    if sizes.max_loras > _NUMBERED_SLOTS or max_active > _NUMBERS:
+        return chosen
+    other = _choose(sizes, max_active + 1, shared)
+    if other is None:
+        return chosen
+    reading = sizes.tokens // _NUMBER_TOKENS if isinstance(other, Large) else 0
+    cost = _NO_COST if chosen is None else chosen.cost
+    return other if other.cost + _NUMBER_COST + reading < cost else chosen
+
+
+def _choose(sizes: PlanSizes, digits: int, shared: int) -> Small | Large | None:
+    pairs, keys = sizes.pairs, sizes.num_experts * digits
     if pairs * sizes.divisor >= 1 << 32:
         return None  # the kernels' division is exact up to there
     if pairs <= _RANK_ALWAYS:
-        return _rank(pairs)
+        return _rank(pairs, sizes.digits)
     shape = _table_shape(pairs, keys, shared)
     if pairs <= _RANK_MOST and (shape is None or _rank_cost(pairs) < _table_cost(keys, shape)):
-        return _rank(pairs)
-    return _large(pairs, keys, shared) if shape is None else _table(pairs, keys, shape)
+        return _rank(pairs, sizes.digits)
+    if shape is None:
+        return _large(pairs, keys, shared, digits)
+    return _table(pairs, keys, shape, digits)
 
 
 def large_workspace_bytes(num_rows: int, keys: int) -> int:
     """Bytes that a Large of any number of rows up to ``num_rows`` needs at most, on any device."""
-    if num_rows <= _RANK_ALWAYS or _place_bytes(keys) > _MOST_SHARED:
+    if num_rows <= _RANK_ALWAYS:
         return 0
     rows = min(num_rows, _LARGE_MOST)
+    keys = min(keys, _MOST_SHARED // _PLACE_KEY_BYTES)  # where more are, slots may be numbered
     return _workspace(rows, keys, min(_pairs_of(*shape) for shape in _COUNTS))
 
 
-def _rank(pairs: int) -> Small:
+def _rank(pairs: int, digits: int) -> Small:
     parts = 8 if pairs <= _RANK_ALWAYS else 4
     threads = max(256, -(-pairs * parts // _WARP) * _WARP)
-    return Small(f"rank_{parts}", 1, threads, 0)
+    return Small(f"rank_{parts}", 1, threads, 0, digits, _rank_cost(pairs))
 
 
 def _rank_cost(pairs: int) -> int:
@@ -165,24 +213,31 @@ def _table_shape(pairs: int, keys: int, shared: int) -> tuple[int, int] | None:
     return min(fitting, key=lambda shape: _table_cost(keys, shape), default=None)
 
 
-def _table(pairs: int, keys: int, shape: tuple[int, int]) -> Small:
+def _table(pairs: int, keys: int, shape: tuple[int, int], digits: int) -> Small:
     columns, rounds = shape
     threads = 1024 if columns > 16 or pairs > 512 or keys > 4096 else 512
     grid = 1 << (-(-pairs // _SHARE) - 1).bit_length()
-    return Small(f"table_{columns}_{rounds}", grid, threads, _table_bytes(keys, columns))
+    return Small(
+        f"table_{columns}_{rounds}",
+        grid,
+        threads,
+        _table_bytes(keys, columns),
+        digits,
+        _table_cost(keys, shape),
+    )
 
 
 def _table_bytes(keys: int, columns: int) -> int:
     return _round_up((keys + 1) * columns, 16)
 
 
-def _large(pairs: int, keys: int, shared: int) -> Large | None:
+def _large(pairs: int, keys: int, shared: int, digits: int) -> Large | None:
     padded = _round_up(keys, _VECTOR_KEYS)
     if pairs > _LARGE_MOST or _place_bytes(keys) + _PLACE_STATIC > shared:
         return None
     for columns, rounds in _COUNTS:
         block_pairs = _pairs_of(columns, rounds)
-        if padded * columns <= shared:
+        if padded * columns + _COUNT_STATIC <= shared:
             return Large(
                 count_kernel=f"count_{columns}_{rounds}",
                 blocks=-(-pairs // block_pairs),
@@ -193,6 +248,8 @@ def _large(pairs: int, keys: int, shared: int) -> Large | None:
                 place_smem=_place_bytes(keys),
                 ranked_bytes=_round_up(pairs * 4, 16),
                 workspace_bytes=_workspace(pairs, keys, block_pairs),
+                digits=digits,
+                cost=_LARGE_COST + keys * 5 // 2,
             )
     return None
 
@@ -203,7 +260,7 @@ def _place_bytes(keys: int) -> int:
 
 def _workspace(pairs: int, keys: int, block_pairs: int) -> int:
     counts = -(-pairs // block_pairs) * _round_up(keys, _VECTOR_KEYS) * 2
-    return _round_up(pairs * 4, 16) + counts
+    return _round_up(pairs * 4, 16) + counts + _NUMBERS * 2
 
 
 def _pairs_of(columns: int, rounds: int) -> int:

@@ -44,7 +44,7 @@ from cupylora.worklists import MAX_ROWS, Array, Routing, RowOrder, Segments
 
 __all__ = ["plan", "plan_workspace_bytes"]
 
-_SIZES, _LISTS = "bytes40", "bytes72"
+_SIZES, _LISTS = "bytes48", "bytes72"
 _RANK = ("ptr", "ptr", _SIZES, _LISTS, "ptr")
 _TABLE = ("ptr", "ptr", _SIZES, _LISTS, "i32", "ptr")
 _COUNT = ("ptr", "ptr", _SIZES, "ptr", "ptr", "ptr")
@@ -62,6 +62,7 @@ def plan(
     num_experts: int,
     max_loras: int,
     tile_rows: int = 8,
+    max_active: int | None = None,
     start_expert: int = 0,
     row_order: RowOrder = "token_major",
     out: tuple[Routing, Segments] | None = None,
@@ -77,10 +78,11 @@ def plan(
         sizes = _sizes(tokens, top_k, *options)
     except TypeError:  # an argument that cannot be a key of the cache, and is none that fits
         sizes = _sizes.__wrapped__(tokens, top_k, *options)
-    chosen = _choose(sizes, fused)
+    chosen = _choose(sizes, max_active, fused)
     routing, segments, packed = _lists(out, sizes)
     flag = status_pointer(status)
-    head = (address(topk_ids), address(token_to_slot), _packed(sizes))
+    digits = sizes.digits if chosen is None else chosen.digits
+    head = (address(topk_ids), address(token_to_slot), _packed(sizes, digits))
     if isinstance(chosen, Small):
         _run_small(chosen, head, packed, flag)
     elif isinstance(chosen, Large):
@@ -125,15 +127,17 @@ def _sizes(
 
 
 @functools.lru_cache(maxsize=4096)
-def _packed(sizes: PlanSizes) -> bytes:
-    return sizes.packed()
+def _packed(sizes: PlanSizes, digits: int) -> bytes:
+    return sizes.packed(digits)
 
 
-def _choose(sizes: PlanSizes, fused: bool | None) -> Small | Large | None:
+def _choose(sizes: PlanSizes, max_active: int | None, fused: bool | None) -> Small | Large | None:
     check_choice("fused", fused, (None, True, False))
+    if max_active is not None:
+        max_active = min(sizes.max_loras, check_int("max_active", max_active, 0))
     if fused is False:
         return None
-    chosen = choose_plan(sizes, shared_limit())
+    chosen = choose_plan(sizes, shared_limit(), max_active)
     if fused and chosen is None:
         raise CapacityError(
             f"{sizes.pairs} pairs over {sizes.num_experts} experts and {sizes.max_loras} slots are "

@@ -26,7 +26,8 @@ _MEANING = {
     STATUS_BAD_LAYOUT: "a slot entry held A in another layout than the caller asked for; "
     "it ran as rank 0 (SlotTable(..., a_layout=ROW_MAJOR) makes a table for general GEMMs)",
     STATUS_CAPACITY: "the rows made more segments or problems than there was room for, and the "
-    "last of them were left out; raise max_segments or max_problems",
+    "last of them were left out (raise max_segments or max_problems), or a batch had more adapters "
+    "than max_active said, and rows of the last of them ran without one",
 }
 
 

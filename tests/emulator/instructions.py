@@ -34,6 +34,7 @@ _FUNCTIONS = {
     "st.shared.v4.u32": "store_shared16",
     "st.shared.u32": "store_shared4",
     "st.shared.u16": "store_shared2",
+    "st.relaxed.cta.shared.u8": "store_shared1_relaxed",
     "prefetch.global.L2": "prefetch",
     "prefetch.global.L2::evict_last": "prefetch",
     "createpolicy.fractional.L2::evict_first.b64": "evict_first_policy",

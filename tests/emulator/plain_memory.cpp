@@ -101,6 +101,14 @@ void store_shared2(u32 address, u16 x) {
   EMU_SITE();
   store_shared(address, x);
 }
+// Such stores need no order among themselves, as atomics need none.
+void store_shared1_relaxed(u32 address, u32 x) {
+  EMU_SITE();
+  pause_maybe();
+  const Fiber& f = *machine.now;
+  shared_write(*f.cta, address, 1, f.self, f.epoch, Write::kAtomic);
+  *host(address) = static_cast<unsigned char>(x);
+}
 
 }  // namespace ptx
 }  // namespace emu

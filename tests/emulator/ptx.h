@@ -20,6 +20,7 @@ EMU_API void load_shared2(u16& x, u32 address);
 EMU_API void store_shared16(u32 address, u32 x, u32 y, u32 z, u32 w);
 EMU_API void store_shared4(u32 address, u32 x);
 EMU_API void store_shared2(u32 address, u16 x);
+EMU_API void store_shared1_relaxed(u32 address, u32 x);
 inline void prefetch(const void*) {}
 inline void evict_first_policy(u64& policy) { policy = 0; }
 
