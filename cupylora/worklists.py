@@ -109,7 +109,7 @@ TILE_ROWS = (8, 16, 32, 64)
 """Rows that a tile may hold: small tiles for decode, large ones to read weights less often."""
 
 TILE_CHOICES = (
-    (33, 512, 2048, 16, 64),
+    (33, 512, 2048, 64, 64),
     (33, 512, 512, 16, 32),
     (1, 32, 2048, 24, 32),
     (1, 32, 1024, 8, 16),

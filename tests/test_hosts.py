@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -67,16 +68,28 @@ def test_cupy_alone(name: str) -> None:
     assert np.abs(rows[0].astype(np.float32) - 2).max() > 0.1
 
 
+_NUMBA_PROBE = """
+from numba import cuda
+
+assert cuda.is_available(), "it finds no CUDA device, or no NVVM"
+cuda.jit("void(int32[:])")(lambda array: None)
+"""
+
+
+def _numba_lacks() -> str:
+    """Why numba-cuda cannot compile here, or nothing. It may import beside a NumPy that it does not
+    fit, and fail at its first kernel."""
+    probe = subprocess.run(
+        [sys.executable, "-c", _NUMBA_PROBE], capture_output=True, text=True, check=False
+    )
+    return "" if probe.returncode == 0 else probe.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.gpu
 def test_numba_kernels() -> None:
-    try:
-        numba = importlib.import_module("numba.cuda")
-    except ImportError:
-        pytest.skip("needs numba-cuda")
-    except Exception as error:
-        pytest.skip(f"numba-cuda cannot be imported: {type(error).__name__}: {error}")
-    if not numba.is_available():
-        pytest.skip("numba finds no CUDA device, or no NVVM to compile with")
+    if lacking := _numba_lacks():
+        pytest.skip(f"needs a numba-cuda that compiles: {lacking}")
+    numba = importlib.import_module("numba.cuda")
     host = importlib.import_module("numba_kernels")
     stream = numba.stream()
     rows = host.step(stream).copy_to_host(stream=stream)
