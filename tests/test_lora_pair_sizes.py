@@ -51,10 +51,10 @@ def test_the_workspace_is_enough_for_every_smaller_batch(
     [
         (1, 1, 4096, 16),  # few CTAs: every range of K is one's own
         (8, 128, 2048, 8),
-        (1024, 128, 2048, 1),  # a tile an expert at least
+        (1024, 256, 2048, 1),  # a tile an expert at least
         (512, 1, 4096, 4),
-        (2048, 1, 4096, 2),
-        (4096, 1, 4096, 1),
+        (4096, 1, 4096, 2),
+        (8192, 1, 4096, 1),
         (32768, 128, 768, 1),
     ],
 )

@@ -56,15 +56,15 @@ _DIRECT_RANK, _STREAM_RANK = 32, 64
 """Up to which the expands of large batches hold B in registers, and have an instance at all."""
 
 _STREAM_SPLITS = 4
-_STREAM_ITEMS = 128
-"""K is split over CTAs while a call has fewer shrink items than about one an SM."""
+_STREAM_ITEMS = 256
+"""K is split over CTAs while a call has fewer shrink items than a large device holds at a time."""
 
 _STREAM_RANGES = 2
 """Ranges of K that such a split keeps at least."""
 
 _ITEMS = 512
 _MOST_SPLITS = 16
-_SPLIT_ROWS = _ITEMS * 8
+_SPLIT_ROWS = _STREAM_ITEMS * 32
 """Bound of rows · splits · rank groups where K is split."""
 
 _RANK_TILE = 16
