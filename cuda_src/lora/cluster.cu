@@ -168,7 +168,7 @@ struct ClusterCta {
     b_bulk = bytes > 0 && bytes % 16 == 0 && reinterpret_cast<u64>(b) % 16 == 0;
     if (!b_bulk) {
       for (u32 i = threadIdx.x; i < bytes / 2; i += kThreads) {
-        store_shared2(b_shared + 2 * i, reinterpret_cast<const u16*>(b)[i]);
+        store2_shared(b_shared + 2 * i, reinterpret_cast<const u16*>(b)[i]);
       }
     } else if (threadIdx.x == 0) {
       if (round > 0) fence_async_proxy();
@@ -347,7 +347,8 @@ struct ClusterCta {
           const i32 k = s * kRankStep + 4 * t;
           const bool valid = k < rank && column < columns.count;
           const u32 p = b_shared + (column * rank + k) * 2;
-          b[i][s] = Quad(shared8_if(p, valid), shared8_if(p + 2 * rank, valid), quad_zero());
+          b[i][s] =
+              Quad(load8_shared_if(p, valid), load8_shared_if(p + 2 * rank, valid), quad_zero());
         }
       }
       float delta[kColumnTiles][4] = {};

@@ -1,7 +1,7 @@
 // Segmented expand of small batches and of ranks above 64: y[row, column] += scale · h[row, rank] ·
 // B[column, rank], in place, one work item a warp: (row tile, slice, block of columns, part of the
-// tile's rows). Warps share nothing and never wait for each other. Larger batches take
-// lora/expand_stream.cu.
+// tile's rows). Warps share nothing and never wait for each other. Larger batches of up to 32 ranks
+// take lora/expand_direct.cu, of up to 64 lora/expand_stream.cu.
 //
 // In: the split sums of the shrink ahead, the same tiles and slot entries, y. Out: y of the tiles'
 // rows; no other byte of y is written, so rows of no adapter keep their bits.

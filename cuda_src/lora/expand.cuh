@@ -1,5 +1,5 @@
-// What the two expand kernels share: their arguments, h, and the rows and columns of y. ExpandArgs
-// is packed by cupylora/ops/_lora_pair.py.
+// What the expand kernels share: their arguments, h, and the rows and columns of y. ExpandArgs is
+// packed by cupylora/ops/_lora_pair.py.
 //
 // Columns are the 16-row operand: product mt of 4 takes columns 8g + 2mt (its row g) and 8g + 2mt +
 // 1 (its row g + 8), so that a lane ends with 8 neighbouring columns of y, one 16-byte access a

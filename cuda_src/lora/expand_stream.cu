@@ -1,5 +1,5 @@
-// Segmented expand of large batches, ranks up to 16 · KS: the update of lora/expand.cu, bit for
-// bit, at the rate of the memory.
+// Segmented expand of large batches, ranks up to 16 · KS where lora/expand_direct.cu takes fewer:
+// the update of lora/expand.cu, bit for bit, at the rate of the memory.
 //
 // In: h of the shrink ahead, the same tiles (of up to 64 rows) and slot entries, y. Out: y of the
 // tiles' rows; no other byte of y is written, so rows of no adapter keep their bits.

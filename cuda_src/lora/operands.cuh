@@ -95,13 +95,3 @@ __device__ __forceinline__ uint2 load_b4(const u8* address, i32 count, bool vect
   const u32 e2 = count > 2 ? p[2] : 0, e3 = count > 3 ? p[3] : 0;
   return make_uint2(e0 | (e1 << 16), e2 | (e3 << 16));
 }
-
-// The same from shared memory.
-__device__ __forceinline__ uint2 shared_b4(const u16* p, i32 count, bool vector) {
-  if (vector) {
-    return count > 0 ? *reinterpret_cast<const uint2*>(p) : make_uint2(0, 0);
-  }
-  const u32 e0 = count > 0 ? p[0] : 0, e1 = count > 1 ? p[1] : 0;
-  const u32 e2 = count > 2 ? p[2] : 0, e3 = count > 3 ? p[3] : 0;
-  return make_uint2(e0 | (e1 << 16), e2 | (e3 << 16));
-}

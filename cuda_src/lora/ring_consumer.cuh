@@ -124,11 +124,11 @@ struct Consumer {
       const u32 a = start + row * kChunkBytes + ((t ^ g) << 4);
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        c.top[u] = shared16_if(a ^ (u * 64), top_valid);
-        c.bottom[u] = shared16_if((a ^ (u * 64)) + 8 * kChunkBytes, bottom_valid);
+        c.top[u] = load16_shared_if(a ^ (u * 64), top_valid);
+        c.bottom[u] = load16_shared_if((a ^ (u * 64)) + 8 * kChunkBytes, bottom_valid);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          c.x[u][nt] = shared16_if(x + u * 64 + nt * 8 * kRowPitch, true);
+          c.x[u][nt] = load16_shared_if(x + u * 64 + nt * 8 * kRowPitch, true);
         }
       }
       return;
@@ -138,11 +138,11 @@ struct Consumer {
     for (int u = 0; u < 2; ++u) {
       const bool in_k = (u * 4 + t) * 8 < width;
       const u32 top = start + row * 2 * width + (u * 4 + t) * 16;
-      c.top[u] = shared16_if(top, in_k && top_valid);
-      c.bottom[u] = shared16_if(top + 16 * width, in_k && bottom_valid);
+      c.top[u] = load16_shared_if(top, in_k && top_valid);
+      c.bottom[u] = load16_shared_if(top + 16 * width, in_k && bottom_valid);
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        c.x[u][nt] = shared16_if(x + u * 64 + nt * 8 * kRowPitch, in_k);
+        c.x[u][nt] = load16_shared_if(x + u * 64 + nt * 8 * kRowPitch, in_k);
       }
     }
   }
@@ -316,8 +316,8 @@ struct Consumer {
     for (int s = 0; s < RT; ++s) {
       const i32 step = s ^ (g & kTurns);
       const bool in_rank = step * kRankStep + 4 * t < item.rank;
-      const uint2 top = shared8_if(b + step * kRankStep * 2, in_rank);
-      const uint2 bottom = shared8_if(b + step * kRankStep * 2 + 2 * item.rank, in_rank);
+      const uint2 top = load8_shared_if(b + step * kRankStep * 2, in_rank);
+      const uint2 bottom = load8_shared_if(b + step * kRankStep * 2 + 2 * item.rank, in_rank);
       to[s] = Quad(top, bottom, zero);
     }
     if constexpr (kTurns >= 1) turn_back<1>(to);
@@ -352,7 +352,7 @@ struct Consumer {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) before[i][nt][j] = shared4(y + (nt * 8 + j) * kRowPitch);
+        for (int j = 0; j < 2; ++j) before[i][nt][j] = load4_shared(y + (nt * 8 + j) * kRowPitch);
       }
     }
     float delta[kTiles][NT][4] = {};

@@ -40,7 +40,6 @@ struct ShrinkItem {
   const TileRecord* record;
   i32 part, group, split;
 
-  ShrinkItem() = default;
   static __device__ __forceinline__ i64 count(const ShrinkArgs& args) {
     return static_cast<i64>(*args.tile_count) * args.parts * args.rank_groups * args.splits;
   }

@@ -13,7 +13,6 @@
 // known to be complete.
 #include "lora/shrink.cuh"
 #include "mma/mma.cuh"
-#include "ptx/slot_ring.cuh"
 
 namespace {
 
@@ -32,10 +31,8 @@ struct StreamShape {
   static constexpr int kSlots = 2;
   static constexpr u32 kXBytes = kRows * kChunkBytes;
   static constexpr u32 kSlotBytes = kXBytes + MT * kRankTile * kChunkBytes;
-  static constexpr u32 kLevelBytes = kTiles * kWarp * 16;
   // Sums on their way to the other warps: a row's ranks, padded so that lanes meet other banks.
   static constexpr u32 kSumPitch = (MT * kRankTile + 4) * 4;
-  static constexpr u32 kSumBytes = kRows * kSumPitch;
 };
 
 // Piece `index` of a line of a slot: lines of different parity use different halves of the banks in
@@ -93,7 +90,6 @@ struct Work {
   ShrinkItem item;
   Tile tile;
 
-  Work() = default;
   __device__ __forceinline__ Work(const ShrinkArgs& args, u32 at)
       : item(args, at), tile(item.record->head) {}
 };

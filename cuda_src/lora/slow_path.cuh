@@ -59,8 +59,8 @@ __device__ __noinline__ void expand_any(const DeltaArgs& args, const AnyStage<MT
       uint2 top, bottom;
       if (s.weights != 0) {
         const u32 b = s.weights + (column * s.rank + k) * 2;
-        top = shared_gather4(b, top_left);
-        bottom = shared_gather4(b + 2 * s.rank, bottom_left);
+        top = gather4_shared(b, top_left);
+        bottom = gather4_shared(b + 2 * s.rank, bottom_left);
       } else {
         const i32 at = s.first_column + s.c + column;
         top = bypass_b(args, s.tile, s.slice, at, k, top_left);

@@ -130,8 +130,36 @@ __device__ __forceinline__ void store1_relaxed(u32 address, u32 value) {
   asm volatile("st.relaxed.cta.shared.u8 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
 }
 
-// 16, 8 or 4 bytes of shared memory; zeros where `valid` is false.
-__device__ __forceinline__ uint4 shared16_if(u32 address, bool valid) {
+__device__ __forceinline__ uint4 load16_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint2 load8_shared(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load4_shared(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store2_shared(u32 address, u16 v) {
+  asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(address), "h"(v) : "memory");
+}
+__device__ __forceinline__ void store4_shared(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store16_shared(u32 address, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+// Zeros instead where `valid` is false.
+__device__ __forceinline__ uint4 load16_shared_if(u32 address, bool valid) {
   uint4 v = make_uint4(0, 0, 0, 0);
   if (valid) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
@@ -140,23 +168,15 @@ __device__ __forceinline__ uint4 shared16_if(u32 address, bool valid) {
   }
   return v;
 }
-__device__ __forceinline__ uint2 shared8_if(u32 address, bool valid) {
+__device__ __forceinline__ uint2 load8_shared_if(u32 address, bool valid) {
   uint2 v = make_uint2(0, 0);
   if (valid) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
   }
   return v;
 }
-__device__ __forceinline__ u32 shared4(u32 address) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ void store_shared2(u32 address, u16 v) {
-  asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(address), "h"(v) : "memory");
-}
 // Four neighbouring 2-byte elements, `count` of them valid and the rest zero.
-__device__ __forceinline__ uint2 shared_gather4(u32 address, i32 count) {
+__device__ __forceinline__ uint2 gather4_shared(u32 address, i32 count) {
   u32 element[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -202,6 +222,18 @@ __device__ __forceinline__ void copy16_async_if(u32 shared, const void* global, 
       "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %3;\n"
       "}\n" ::"r"(shared),
       "l"(global), "r"(static_cast<u32>(valid)), "l"(policy));
+}
+// A 16-byte copy (of `bytes`, 0 or 16, the rest zeros), if `valid`, of a row that is read on: the
+// L2 fetches 256 bytes.
+__device__ __forceinline__ void copy16_async_ahead_if(u32 shared, const void* global, int bytes,
+                                                      bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "@p cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(static_cast<u32>(valid)));
 }
 __device__ __forceinline__ void store16_streaming(void* global, const uint4& v) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(global), "r"(v.x), "r"(v.y),

@@ -101,37 +101,3 @@ struct SlotRing {
     advance();
   }
 };
-
-__device__ __forceinline__ uint4 load16_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address));
-  return v;
-}
-__device__ __forceinline__ uint2 load8_shared(u32 address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ void store4_shared(u32 address, u32 v) {
-  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(address), "r"(v) : "memory");
-}
-__device__ __forceinline__ void store16_shared(u32 address, const uint4& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-// A 16-byte copy (of `bytes`, 0 or 16, the rest zeros), if `valid`, of a row that is read on: the
-// L2 fetches 256 bytes.
-__device__ __forceinline__ void copy16_async_ahead_if(u32 shared, const void* global, int bytes,
-                                                      bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %3, 0;\n"
-      "@p cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n"
-      "}\n" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(static_cast<u32>(valid)));
-}
