@@ -122,7 +122,8 @@ TILE_INTS, TILE_PAIRS = 16, 8
 
 STATUS_BAD_SLOT, STATUS_BAD_RANK, STATUS_BAD_LAYOUT, STATUS_CAPACITY = 1, 1 << 8, 1 << 16, 1 << 24
 """Bits of the error-flag word that device work sets, one a byte: a slot >= max_loras, a rank out of
-range, A in another layout than the caller can read, a list longer than the room given for it."""
+range, A in another layout than the caller can read, a list longer than the room given for it or
+more adapters in a batch than its plan was told."""
 
 
 class ArrayBundle:

@@ -79,9 +79,9 @@ class Step:
     """What a step function works on.
 
     views: the buffers' first ``num_tokens`` rows, padding included. active: most groups of rows
-    that the batch has, for ``BatchPlan.update``; 0: no adapter at all, so that no LoRA work is
-    needed. num_reqs, uniform: as in ``BatchKey``; None and False in a relaxed key's graph, which
-    must serve any.
+    that the batch has, for ``BatchPlan.update``, which may rely on it; 0: no adapter at all, so
+    that no LoRA work is needed. num_reqs, uniform: as in ``BatchKey``; None and False in a relaxed
+    key's graph, which must serve any.
     """
 
     views: StepViews

@@ -59,7 +59,7 @@ typedef struct cupylora_batch {
   int32_t experts;      /* local experts E, up to 2048 */
   int32_t start_expert; /* global id of the first */
   int32_t max_loras;    /* slots of the table, up to 4096 */
-  int32_t max_active;   /* most adapters in the batch; 0: not known. For speed */
+  int32_t max_active;   /* most adapters in the batch, a promise; 0: not known. For speed */
   int32_t max_rank;     /* the largest of any adapter. For the tiles: speed only */
   int32_t tile_rows;    /* 8, 16, 32 or 64; 0: chosen */
   int32_t k_major;      /* a pair's number: 0: t * k + j, 1: j * T + t */

@@ -168,8 +168,9 @@ class BatchPlan:
 
         token_to_slot: int32 [T], negative for no adapter. topk_ids: int32 [T, top_k] global expert
         ids; left out in a dense plan. active: most adapters that the batch has, groups of rows of
-        no adapter counted or not, if known: for speed. 0: no row has an adapter, so that layers
-        enqueue nothing for LoRA, and a dense plan nothing at all.
+        no adapter counted or not, if known: for speed, but a promise, since adapters beyond it may
+        not be applied. 0: no row has an adapter, so that layers enqueue nothing for LoRA, and a
+        dense plan nothing at all.
 
         Raises ArgumentError for arrays that do not fit, on NumPy also for a slot >= max_loras (on
         CUDA the next call reports it) and for a row with an adapter where ``active`` is 0;
