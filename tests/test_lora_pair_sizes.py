@@ -83,6 +83,6 @@ def test_two_blocks_of_the_stream_shrink_fit_a_large_device(
 def test_the_ring_fits_every_device(room: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     per_block, per_sm = (1024 * kib for kib in room)
     monkeypatch.setattr(_lora_pair, "shared_memory", lambda: (per_block, per_sm))
-    slots = _lora_pair._ring_slots(32768, 0, 4)
+    slots = _lora_pair._ring_slots(32768, 4)
     assert 3 <= slots <= 4
     assert slots * 32768 <= per_block - 1024

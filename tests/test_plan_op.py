@@ -235,7 +235,10 @@ def _fits(chosen: Small | Large, sizes: PlanSizes, shared: int) -> bool:
     shares = chosen.grid * 256 >= sizes.pairs and chosen.grid & (chosen.grid - 1) == 0
     holds = columns * rounds * 32 >= sizes.pairs and chosen.threads >= columns * 32
     keys = sizes.num_experts * chosen.digits
-    return shares and holds and (keys + 1) * columns <= chosen.smem <= shared - 12160
+    # plan_table's own arrays where they are largest: 4096 pairs of 2 bytes, 256 heads of 8, totals
+    # of 32 warps of 12, marks of 1024 slots, 256 numbers of 2.
+    own = 4096 * 2 + 256 * 8 + 32 * 12 + 1024 + 256 * 2
+    return shares and holds and (keys + 1) * columns <= chosen.smem <= shared - own
 
 
 def _numbers(chosen: Small | Large, sizes: PlanSizes, max_active: int | None) -> bool:

@@ -93,7 +93,7 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         ),
     ),
     # The pair: shrink by rank tiles of 16 that go together and rows of a tile's part, expand by the
-    # latter, for large batches by rank steps of 16.
+    # latter; of large batches ("direct" and "stream") by rank steps of 16.
     *(
         KernelProgram(
             name=f"lora_shrink_{dtype}",
@@ -146,8 +146,7 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         )
         for dtype, cpp in _MATRIX_DTYPES.items()
     ),
-    # The fused delta: by rank tiles of 16, and cluster by chunks in
-    # flight, ring by rows of a tile.
+    # The fused delta: by rank tiles of 16, and cluster by chunks in flight, ring by rows of a tile.
     *(
         KernelProgram(
             name=f"lora_cluster_{dtype}",

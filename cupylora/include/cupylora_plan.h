@@ -214,14 +214,14 @@ static int64_t cupylora_i_block_columns(const cupylora_i_work* w) {
 }
 
 /* Slots of a ring that leave room for two blocks on an SM, or for one. */
-static int64_t cupylora_i_ring_slots(int64_t slot, int64_t fixed, int64_t most, int64_t per_block,
+static int64_t cupylora_i_ring_slots(int64_t slot, int64_t most, int64_t per_block,
                                      int64_t per_sm) {
   int64_t fits = 1;
   int blocks;
   for (blocks = 2; blocks >= 1; --blocks) {
     const int64_t room = cupylora_i_min(per_block - CUPYLORA_RESERVED_BYTES,
                                         per_sm / blocks - 2 * CUPYLORA_RESERVED_BYTES);
-    fits = cupylora_i_max(1, cupylora_i_min(most, (room - fixed) / slot));
+    fits = cupylora_i_max(1, cupylora_i_min(most, room / slot));
     if (fits >= CUPYLORA_FEWEST_SLOTS) break;
   }
   return fits;
@@ -758,8 +758,7 @@ static cupylora_status cupylora_i_plan_expand(cupylora_i_build* w, const cupylor
       return cupylora_i_plan_half(w, cupylora_i_ceil(items, CUPYLORA_PAIR_WARPS),
                                   CUPYLORA_PAIR_THREADS, 0);
     }
-    slots =
-        cupylora_i_ring_slots(slot, 0, CUPYLORA_EXPAND_SLOTS, w->c->shared_block, w->c->shared_sm);
+    slots = cupylora_i_ring_slots(slot, CUPYLORA_EXPAND_SLOTS, w->c->shared_block, w->c->shared_sm);
     CUPYLORA_I_SET(w, slots, slots);
     CUPYLORA_I_SET(w, b_bytes, CUPYLORA_EXPAND_B_BYTES);
     CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand_stream", d->dtype, "%d", steps));

@@ -54,7 +54,6 @@ _CHAINS = 4
 _CHUNK = 64
 _CLUSTER_WARPS = 8
 _TOKENS = 8
-_PAD = 4
 _Y_ELEMENT, _Y_PAIR, _Y_PIECE = 0, 1, 2
 
 
@@ -220,7 +219,7 @@ def _chain_floats(work: Workload) -> int:
 
 
 def _ring_blocks(work: Workload) -> int:
-    """CTAs that an SM's registers hold, as RingShape in lora/ring.cu has it."""
+    """CTAs that an SM's registers hold, as RingShape in lora/ring_layout.cuh has it."""
     share = int(_rank_tiles(work)) * (work.tile_rows // _TOKENS)
     return {1: 4, 2: 3}.get(share, 2)
 

@@ -1,10 +1,10 @@
 """The two-node pair: shrink (h = x Aᵀ into a workspace), then expand (y += scale · h Bᵀ).
 
 The portable path: every architecture, rank, width and alignment. In: checked :class:`LoraInputs`.
-Out: launches of lora/shrink.cu and lora/expand.cu, of lora/shrink_stream.cu and by rank
-lora/expand_direct.cu or lora/expand_stream.cu for large batches, or of lora/delta_f32.cu for
-float32. All forms give a row the same bits. Other ops take the first half
-alone (``shrink_into``) and read h by its :class:`HiddenLayout`.
+Out: launches of lora/shrink.cu and lora/expand.cu; for large batches of lora/shrink_stream.cu, and
+by rank of lora/expand_direct.cu, lora/expand_stream.cu or lora/expand.cu; for float32 of
+lora/delta_f32.cu. All forms give a row the same bits. Other ops take the first half alone
+(``shrink_into``) and read h by its :class:`HiddenLayout`.
 """
 
 from __future__ import annotations
@@ -272,13 +272,14 @@ def _shrink_room(tiles: int, rows: int, ranges: int) -> tuple[int, int]:
     return sums, _SHRINK_WARPS * (slots + sums)
 
 
-def _ring_slots(slot: int, fixed: int, most: int) -> int:
-    """Slots that leave room for two blocks on an SM, or for one where that would be too few."""
+def _ring_slots(slot: int, most: int) -> int:
+    """Slots of so many bytes that leave room for two blocks on an SM, or for one where that would
+    be too few; ``most`` at most."""
     per_block, per_sm = shared_memory()
     fits = 1
     for blocks in (2, 1):
         room = min(per_block - _RESERVED, per_sm // blocks - 2 * _RESERVED)
-        fits = max(1, min(most, (room - fixed) // slot))
+        fits = max(1, min(most, room // slot))
         if fits >= _FEWEST_SLOTS:
             break
     return fits
@@ -380,7 +381,7 @@ def _expand_form(
     if many and inputs.max_rank <= _STREAM_RANK and layout.splits <= _STREAM_SPLITS:
         if direct:
             return _ExpandForm(f"lora_expand_direct_{dtype}", str(steps), columns)
-        slots = _ring_slots(_Y_BYTES + _B_BYTES, 0, _EXPAND_SLOTS)
+        slots = _ring_slots(_Y_BYTES + _B_BYTES, _EXPAND_SLOTS)
         return _ExpandForm(
             f"lora_expand_stream_{dtype}",
             str(steps),
