@@ -50,13 +50,14 @@ STREAMS = _programs(
 )
 
 
-def _delta(kernel: str, first: int = 100) -> Callable[[Device], None]:
-    """Drawn batches from seed ``first`` on, one of the first of which shows the fault."""
+def _delta(kernel: str, first: int = 100, *, small: bool = True) -> Callable[[Device], None]:
+    """Drawn batches from seed ``first`` on, one of the first of which shows the fault. small: of
+    few features."""
     options: dict[str, Any] = {"kernel": kernel, "dtype": "bfloat16", "tile_rows": TILE_ROWS}
 
     def trigger(device: Device) -> None:
         for seed in range(first, first + MOST_CASES):
-            check(device, draw(seed, small=True, **options))
+            check(device, draw(seed, small=small, **options))
 
     return trigger
 
@@ -184,6 +185,38 @@ FAULTS = {
         "ptx/slot_ring.cuh",
         "    __syncwarp();\n    if (threadIdx.x % kWarp == 0)",
         "    if (threadIdx.x % kWarp == 0)",
+        "race: write after read",
+        _delta("stream"),
+    ),
+    "stream shrink: a slot used before all lanes' copies have come": Fault(
+        STREAMS,
+        "lora/shrink_stream.cu",
+        "wait_async<kAhead - 1>();\n    __syncwarp();",
+        "wait_async<kAhead - 1>();",
+        "race:",
+        _delta("stream"),
+    ),
+    "stream shrink: sums in the place of levels that are still read": Fault(
+        STREAMS,
+        "lora/shrink_stream.cu",
+        "  __syncwarp();  // every lane has read",
+        "  // every lane has read",
+        "race:",
+        _delta("stream", small=False),
+    ),
+    "stream shrink: sums added before all warps have theirs": Fault(
+        STREAMS,
+        "lora/shrink_stream.cu",
+        "if (warp < shares) publish<MT, R>(place, sum, rows);\n    __syncthreads();",
+        "if (warp < shares) publish<MT, R>(place, sum, rows);",
+        "race:",
+        _delta("stream"),
+    ),
+    "stream shrink: sums of an item replaced while they are added": Fault(
+        STREAMS,
+        "lora/shrink_stream.cu",
+        "    __syncthreads();  // the places are free again\n",
+        "",
         "race: write after read",
         _delta("stream"),
     ),

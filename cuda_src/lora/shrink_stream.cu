@@ -406,6 +406,7 @@ __device__ __forceinline__ void publish(u32 place,
                                         i32 rows) {
   using Shape = StreamShape<MT, R>;
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
+  __syncwarp();  // every lane has read its tree's levels, which lie where others' sums go
 #pragma unroll
   for (int nt = 0; nt < Shape::kNT; ++nt) {
     if (nt * 8 >= rows) break;

@@ -365,7 +365,10 @@ def _draw_shape(case: DeltaCase, pick: random.Random, patch: pytest.MonkeyPatch)
     """Decide the launch of the case's kernel, and say how."""
     if case.kernel == "stream":
         patch.setattr(_lora_pair, "_STREAM_ROWS", 0)
-        return "streams"
+        # So few rows would always split K, so that no warp has more than one range of it.
+        splits = pick.choice([1, _lora_pair._STREAM_SPLITS])
+        patch.setattr(_lora_pair, "_STREAM_SPLITS", splits)
+        return f"streams, up to {splits} splits"
     most = k_ranges(case.in_features)
     sizes = (2, 4, 8) if case.crowded and most > 1 else (1, 2, 4, 8)
     cluster = pick.choice([size for size in sizes if size <= most])
