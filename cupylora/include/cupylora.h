@@ -54,12 +54,12 @@ enum { CUPYLORA_FAULT_SLOT = 0, CUPYLORA_FAULT_RANK = 1, CUPYLORA_FAULT_CAPACITY
 
 /* Sizes of a batch. A dense layer has one expert and top_k 1. */
 typedef struct cupylora_batch {
-  int32_t tokens;       /* T, 0 is fine */
+  int32_t tokens;       /* T; 0 is fine, with addresses all the same */
   int32_t top_k;        /* k */
   int32_t experts;      /* local experts E, up to 2048 */
   int32_t start_expert; /* global id of the first */
   int32_t max_loras;    /* slots of the table, up to 4096 */
-  int32_t max_active;   /* most adapters in the batch; 0: not known. For speed */
+  int32_t max_active;   /* most adapters in the batch, 0: not known. For speed; see the faults */
   int32_t max_rank;     /* the largest of any adapter. For the tiles: speed only */
   int32_t tile_rows;    /* 8, 16, 32 or 64; 0: chosen */
   int32_t k_major;      /* a pair's number: 0: t * k + j, 1: j * T + t */
@@ -391,9 +391,9 @@ static cupylora_status cupylora_i_load_file(cupylora* c, const char* folder, int
     return status == 0 ? CUPYLORA_OK : cupylora_i_refused(c, status, file->path, error);
   }
   free(image);
-  return cupylora_i_fail(error, CUPYLORA_BAD_EXPORT, 0,
-                         "%.120s %s; cubins and headers have to be of one export", path,
-                         stream == NULL ? "cannot be read" : "is not what cupylora_table.h names");
+  return cupylora_i_fail(
+      error, CUPYLORA_BAD_EXPORT, 0, "%.90s/%.60s %s; cubins and headers have to be of one export",
+      folder, file->path, stream == NULL ? "cannot be read" : "is not what cupylora_table.h names");
 }
 
 static cupylora_status cupylora_i_load_kernel(cupylora* c, int index, cupylora_error* error) {
