@@ -35,6 +35,27 @@ def test_help_lists_commands_without_loading_them() -> None:
     assert output.decode().strip() == "[]"
 
 
+def test_it_is_a_module_too() -> None:
+    command = [sys.executable, "-m", "cupylora", "--version"]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert done.stdout == f"cupylora, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("inspect", ""), "DIR"),
+        (("inspect", "x", "--json", ""), "--json"),
+        (("export", "--out", ""), "--out"),
+        (("pack", "x", "--model", "tiny-moe", "--out", ""), "--out"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(arguments: tuple[str, ...], what: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{what}': a path is needed, and it is empty" in result.stderr
+
+
 def test_version() -> None:
     assert __version__ in CliRunner().invoke(main, ["--version"]).output
 
