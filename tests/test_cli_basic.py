@@ -105,6 +105,15 @@ def test_listings_fit_80_columns(arguments: list[str], monkeypatch: pytest.Monke
         assert all(program.name in words and program.source in words for program in PROGRAMS)
 
 
+def test_a_narrow_terminal_costs_kernels_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = CliRunner().invoke(main, ["kernels"]).output.splitlines()
+    assert "…" not in "".join(lines)
+    rows = [line for line in lines if line.startswith("│ fill ")]
+    assert len(rows) == 1
+    assert len(rows[0].split("│")[4].strip()) > 1  # of the architecture
+
+
 def test_kernels_without_all_only_counts_them() -> None:
     lines = CliRunner().invoke(main, ["kernels"]).output.splitlines()
     rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]

@@ -3,8 +3,9 @@
  * Sizes of a call -> cupylora_plan_*: kernels, launches, workspace size (slow; once a shape)
  * addresses       -> cupylora_enqueue_*: launches on a stream (fast; every step, or captured once)
  *
- * `cupylora export` writes this file, cupylora_table.h and the cubins that they name. One C or C++
- * file of a program defines CUPYLORA_IMPLEMENTATION before it includes this; link with -ldl -lm.
+ * `cupylora export` writes this file, the two that it includes, and the cubins that they name. One
+ * C or C++ file of a program defines CUPYLORA_IMPLEMENTATION before it includes this; link with
+ * -ldl -lm.
  *
  * Enqueue allocates nothing, waits for nothing and keeps nothing: it may run inside a capture, and
  * in several threads at once, also with one op. All of an opened cupylora belongs to the context
