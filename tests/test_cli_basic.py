@@ -70,6 +70,16 @@ def test_doctor_tells_state_architectures_and_cache(monkeypatch: pytest.MonkeyPa
     assert ("Remedy: " in result.output) == ("auto uses numpy" in result.output)
 
 
+@pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/kernels"])
+def test_doctor_tells_of_a_cache_that_cannot_be(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPYLORA_CACHE_DIR", folder)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert f"a temporary folder each time, as {folder} cannot be written" in result.output
+
+
 def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     result = CliRunner().invoke(main, ["doctor"])
