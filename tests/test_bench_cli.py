@@ -152,6 +152,8 @@ def test_a_model_alone_is_a_curve(measurer: FakeMeasurer) -> None:
         (("--from", "/nowhere.json"), "/nowhere.json"),
         (("--compare", "/nowhere.json"), "/nowhere.json"),
         (("--json", "/nowhere/r.json"), "not a file in a folder that exists"),
+        (("--json", "-"), "--json -: the record is written anew after each point: name a file"),
+        (("--from", ""), "'--from': a path is needed, and it is empty"),
         (("--plot", "/nowhere/r.jpg"), ".png, .svg, .pdf"),
         (("--from", "a.json", "--json", "b.json"), "--from measures nothing"),
         (("--peers", "/nowhere"), "common.py is not there"),

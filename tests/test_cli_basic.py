@@ -35,6 +35,27 @@ def test_help_lists_commands_without_loading_them() -> None:
     assert output.decode().strip() == "[]"
 
 
+def test_it_is_a_module_too() -> None:
+    command = [sys.executable, "-m", "cupylora", "--version"]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert done.stdout == f"cupylora, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("inspect", ""), "DIR"),
+        (("inspect", "x", "--json", ""), "--json"),
+        (("export", "--out", ""), "--out"),
+        (("pack", "x", "--model", "tiny-moe", "--out", ""), "--out"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(arguments: tuple[str, ...], what: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{what}': a path is needed, and it is empty" in result.stderr
+
+
 def test_version() -> None:
     assert __version__ in CliRunner().invoke(main, ["--version"]).output
 
@@ -47,6 +68,16 @@ def test_doctor_tells_state_architectures_and_cache(monkeypatch: pytest.MonkeyPa
     assert "/some/where" in result.output
     assert "--backend auto uses " in result.output
     assert ("Remedy: " in result.output) == ("auto uses numpy" in result.output)
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/kernels"])
+def test_doctor_tells_of_a_cache_that_cannot_be(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPYLORA_CACHE_DIR", folder)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert f"a temporary folder each time, as {folder} cannot be written" in result.output
 
 
 def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +113,15 @@ def test_listings_fit_80_columns(arguments: list[str], monkeypatch: pytest.Monke
     else:
         words = " ".join(lines).split()
         assert all(program.name in words and program.source in words for program in PROGRAMS)
+
+
+def test_a_narrow_terminal_costs_kernels_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = CliRunner().invoke(main, ["kernels"]).output.splitlines()
+    assert "…" not in "".join(lines)
+    rows = [line for line in lines if line.startswith("│ fill ")]
+    assert len(rows) == 1
+    assert len(rows[0].split("│")[4].strip()) > 1  # of the architecture
 
 
 def test_kernels_without_all_only_counts_them() -> None:

@@ -166,7 +166,7 @@ FAULTS: list[tuple[dict[str, Any], int, str]] = [
     ({"plan_settled": 2}, BAD_ARGUMENT, "delta->plan_settled is 2"),
     ({"slices": []}, BAD_ARGUMENT, "delta->num_slices is 0; 1 to 8"),
     ({"slices": [(1, 0, 1)] * 9}, BAD_ARGUMENT, "delta->num_slices is 9"),
-    ({"slices": [(0, 0, 1)]}, BAD_ARGUMENT, "s.out_features is 0"),
+    ({"slices": [(0, 0, 1)]}, BAD_ARGUMENT, r"delta->slices\[i\].out_features is 0"),
     ({"slices": [(96, 1, 1)]}, BAD_ARGUMENT, "slice 0 ends behind the 96 columns of y"),
     ({"slices": [(49, 0, 2)]}, BAD_ARGUMENT, "slice 0 ends behind the 96 columns of y"),
     ({"slices": [(50, 0, 1), (48, 48, 1)]}, BAD_ARGUMENT, "slices 0 and 1 of y share columns"),
@@ -194,10 +194,38 @@ def test_sizes_and_addresses_out_of_range_are_refused(driver: FakeDriver) -> Non
         got, _, text = answer.split(" ", 2)
         assert (int(got), bool(re.search(words, text))) == (status, True), (changes, answer)
         assert bool(text) == (status != 0), answer
-    # What was refused has launched nothing.
-    good = [status for _, status, _ in FAULTS].count(0) - 1  # of no tokens there is nothing to do
-    assert len(driver.launches()) == 2 * good  # a shrink and an expand
+    # What was refused has launched nothing, and of no tokens there is nothing to do.
+    good = [changes for changes, status, _ in FAULTS if status == 0 and changes != {"tokens": 0}]
+    launches = driver.launches()
     driver.log.unlink()
+    driver.run([program, driver.folder / "export"], "\n".join(delta_line(**one) for one in good))
+    assert len(good) == 2
+    assert driver.launches() == launches
+    driver.log.unlink()
+
+
+@pytest.mark.parametrize("kernel", range(4))
+@pytest.mark.parametrize("dtype", [0, 2])
+def test_the_largest_sizes_are_reckoned_without_overflow(
+    dtype: int, kernel: int, driver: FakeDriver
+) -> None:
+    """Of y alone there are 2^64 bytes, so only the arithmetic can be tried; UBSan watches it."""
+    most = 2**31 - 1
+    sizes = {"tokens": 2147481600, "top_k": 1, "in_features": 65536, "delta_max_rank": 1}
+    line = delta_line([(most, 0, 1)], **sizes, y_width=most, dtype=dtype, kernel=kernel, bytes=0)
+    done = driver.run([host(driver, "host_calls"), driver.folder / "export"], line)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split(" ")[0]) in {TOO_SMALL, BAD_ARGUMENT}, done.stdout
+
+
+def test_the_file_that_is_missing_is_named_whatever_its_folder(
+    driver: FakeDriver, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("deep" * 30)
+    done = driver.run([host(driver, "host_calls"), folder])
+    assert done.stdout.startswith(f"{BAD_EXPORT} 0 ")
+    assert "/sm_90a/" in done.stdout
+    assert ".cubin cannot be read; cubins and headers have to be of one export" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,13 @@ def test_same_seed_same_output() -> None:
         (("--max-loras", 4097), ["'--max-loras': 4097 is not in the range"]),
         (("--synthetic-adapters", 4097), ["'--synthetic-adapters': 4097 is not in the range"]),
         (("--json", "/no/such/folder/x.json"), ["/no/such/folder"]),
+        (("--json", ""), ["'--json': a path is needed, and it is empty"]),
+        (("--trace", ""), ["'--trace': a path is needed, and it is empty"]),
+        (("--trace", "/no/such/file"), ["/no/such/file: cannot be read: No such file"]),
+        (("--trace", "/"), ["--trace /: cannot be read: Is a directory"]),
+        (("--adapter", __file__), ["no directory and no .safetensors file"]),
+        (("--rank", "8"), ["--rank 8 is for random adapters", "--synthetic-adapters"]),
+        (("--rank", "8", "--synthetic-adapters", 0), ["--rank 8 is for random adapters"]),
     ],
 )
 def test_wrong_input_is_one_line(arguments: tuple[Any, ...], words: list[str]) -> None:
@@ -432,6 +439,12 @@ def test_failed_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failed = {c["what"] for c in found["check"] if not c["passed"]}
     assert "q+k+v delta" in failed
     assert "MoE block" not in failed
+
+
+def test_the_record_on_stdout_stands_alone() -> None:
+    result = run("--backend", "numpy", "--layers", 1, "--steps", 1, "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["passed"] is True
 
 
 def test_infinite_errors_are_valid_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

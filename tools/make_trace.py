@@ -105,7 +105,7 @@ def admit(
 
 
 @click.command()
-@click.option("--adapters", type=click.IntRange(0), default=32, show_default=True)
+@click.option("--adapters", type=click.IntRange(0, 1 << 20), default=32, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True)
 @click.option(
     "--arrivals",

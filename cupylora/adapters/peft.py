@@ -122,15 +122,15 @@ def adapter_path(path: str | Path) -> Path:
     place = Path(path)
     try:
         found = place.is_dir() or (place.suffix == SUFFIX and place.exists())
+        other = not found and place.exists()
     except (OSError, ValueError) as error:
         raise AdapterFormatError(
             f"{shown(str(path))}: cannot be looked into ({reason(error)}); give a directory that "
             "can be read"
         ) from error
     if not found:
-        raise AdapterFormatError(
-            f"{shown(str(path))}: no such directory; a PEFT adapter is a directory"
-        )
+        what = f"no directory and no {SUFFIX} file" if other else "no such directory"
+        raise AdapterFormatError(f"{shown(str(path))}: {what}; a PEFT adapter is a directory")
     return place
 
 

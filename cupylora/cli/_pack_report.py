@@ -65,8 +65,9 @@ def print_pack(pack: Pack) -> None:
     """Print it to stdout."""
     console = OutputConsole()
     table = Table()
-    for column in ("adapter", "largest rank", "modules", "blocks", "bytes"):
-        table.add_column(column, justify="left" if column == "adapter" else "right")
+    table.add_column("adapter", overflow="fold")
+    for column in ("largest rank", "modules", "blocks", "bytes"):
+        table.add_column(column, justify="right", overflow="fold")
     for adapter in pack.layouts:
         table.add_row(
             escape(shown(adapter.name)),

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cupylora.cli._options import STDOUT
+from cupylora.cli._streams import echo
 from cupylora.errors import ArgumentError
 
 __all__ = ["as_json", "check_writable", "write_record"]
@@ -13,6 +15,8 @@ __all__ = ["as_json", "check_writable", "write_record"]
 
 def check_writable(path: Path | None) -> None:
     """Raise ArgumentError if ``path`` cannot be written; what is there stays as it is."""
+    if path == STDOUT:
+        return
     try:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ArgumentError(f"--json {path}: not a file in a folder that exists")
@@ -32,6 +36,8 @@ def as_json(record: dict[str, Any]) -> str:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write the record. Raises ArgumentError if that fails after all."""
+    if path == STDOUT:
+        return echo(as_json(record))
     try:
         path.write_text(as_json(record) + "\n", encoding="utf-8")
     except OSError as error:

@@ -28,7 +28,7 @@ from cupylora.text import byte_size, counted, shown
 __all__ = ["RunOptions", "RunSetup", "Say", "prepare_run"]
 
 _DEMO_MODEL = "tiny-moe"
-_SYNTHETIC_DEFAULT = 4
+_SYNTHETIC_DEFAULT, _RANK_DEFAULT = 4, "16"
 _OTHER_PASSES = 5
 """Making the weights, the first step and the check cost a CPU about as much as so many steps."""
 _LONG_READS = 10**10
@@ -47,7 +47,7 @@ class RunOptions:
     model: str = _DEMO_MODEL
     adapters: tuple[str, ...] = ()
     synthetic: int | None = None
-    ranks: str = "16"
+    ranks: str | None = None
     layers: int | None = None
     tokens: int = 128
     steps: int = 10
@@ -184,13 +184,18 @@ def _wanted(options: RunOptions, trace: Sequence[TraceStep]) -> _Wanted:
                 f"--adapter {path}: the name {name!r} is given twice; name one of them otherwise "
                 "with NAME=DIR"
             )
-    ranks = _ranks(options.ranks)
+    ranks = _ranks(_RANK_DEFAULT if options.ranks is None else options.ranks)
     random = [f"synthetic-{n}-r{ranks[n % len(ranks)]}" for n in range(synthetic or 0)]
     if trace:
         used = dict.fromkeys(name for step in trace for name in (*step.load, *step.names))
         random += [name for name in used if name not in {*names, *random}]
     else:
         _check_slots(len(named) + len(random), options.max_loras)
+    if options.ranks is not None and not random:
+        raise ArgumentError(
+            f"--rank {options.ranks} is for random adapters, and there are none; add "
+            "--synthetic-adapters N"
+        )
     chosen = ((name, ranks[number % len(ranks)]) for number, name in enumerate(random))
     return _Wanted(tuple(named), tuple(chosen))
 

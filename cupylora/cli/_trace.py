@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cupylora.errors import ArgumentError
+from cupylora.files import reason
 from cupylora.text import shown
 
 __all__ = ["TraceStep", "read_trace"]
@@ -70,8 +71,10 @@ def read_trace(path: Path) -> Iterator[TraceStep]:
                     )
                 last = found.step
                 yield found
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"--trace {path}: cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"--trace {path}: cannot be read: it is not UTF-8") from error
+    except OSError as error:
+        raise ArgumentError(f"--trace {path}: cannot be read: {reason(error)}") from error
     if last < 0:
         raise ArgumentError(f"--trace {path}: there are no steps in it")
 

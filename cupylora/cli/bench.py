@@ -27,6 +27,7 @@ from cupylora.bench.record import Record, Row, read_record, require_writable, wr
 from cupylora.bench.session import Outcome, run_points
 from cupylora.bench.table import print_comparison, print_record, print_summary
 from cupylora.cli._console import OutputConsole
+from cupylora.cli._options import STDOUT, GivenPath
 from cupylora.cli._progress import Reporter, open_reporter
 from cupylora.device import DeviceInfo, DeviceState, probe
 from cupylora.errors import ArgumentError, DeviceUnavailableError
@@ -106,7 +107,7 @@ class BenchOptions:
 )
 @click.option(
     "--peers",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="DIR",
     help="Time vLLM's, SGLang's and cuBLAS's kernels in the same run; DIR as their setup.sh made "
     "it. Needs torch and Triton.",
@@ -120,26 +121,26 @@ class BenchOptions:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="FILE",
     help="Write the record, anew and whole after every point.",
 )
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="FILE.png",
     help="Draw time against tokens (needs matplotlib: the extra `plot`).",
 )
 @click.option(
     "--from",
     "saved",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="FILE.json",
     help="Show, draw or compare a saved record; measures nothing, needs no GPU.",
 )
 @click.option(
     "--compare",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="OLD.json",
     help="Show what changed since: by over 3 % and over both spreads. Slower ones: exit code 1.",
 )
@@ -177,6 +178,10 @@ def _check_files(options: BenchOptions) -> None:
     if options.saved is not None and (options.json_file or options.peers or options.budget):
         raise ArgumentError("--from measures nothing: leave out --json, --peers and --budget")
     if options.json_file is not None:
+        if options.json_file == STDOUT:
+            raise ArgumentError(
+                "--json -: the record is written anew after each point: name a file"
+            )
         require_writable("--json", options.json_file)
     if options.plot is not None:
         require_plotting(options.plot)

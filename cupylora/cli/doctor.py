@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import click
 import numpy as np
@@ -15,13 +17,13 @@ from cupylora.compiler.exported import current_export
 from cupylora.compiler.nvrtc import compiler_version
 from cupylora.device import DeviceInfo, DeviceState, probe
 from cupylora.errors import CompileError, ExportError
-from cupylora.files import named
+from cupylora.files import is_folder, is_there, named
 from cupylora.resources import cuda_source_dir
 from cupylora.text import wrapped
 
 __all__ = ["command"]
 
-_NO_CACHE = "a temporary folder each time, as there is no home directory"
+_NO_CACHE = "a temporary folder each time, as"
 
 
 @click.command("doctor")
@@ -64,9 +66,19 @@ def _software_rows(info: DeviceInfo) -> list[tuple[str, str]]:
         ("NVRTC", nvrtc),
         ("kernels built for", ", ".join(ARCHITECTURES)),
         ("CUDA sources", str(cuda_source_dir())),
-        ("kernel cache", f"{info.cache_folder or _NO_CACHE} (CUPYLORA_CACHE_DIR)"),
+        ("kernel cache", f"{_cache(info.cache_folder)} (CUPYLORA_CACHE_DIR)"),
         ("exported kernels", f"{_export()} (CUPYLORA_EXPORT_DIR)"),
     ]
+
+
+def _cache(folder: Path | None) -> str:
+    """Where compiled kernels are kept. Looks only: the folder is made when there is one to keep."""
+    if folder is None:
+        return f"{_NO_CACHE} there is no home directory"
+    there = next(path for path in (folder, *folder.parents) if is_there(path))
+    if is_folder(there) and os.access(there, os.W_OK | os.X_OK):
+        return str(folder)
+    return f"{_NO_CACHE} {folder} cannot be written"
 
 
 def _export() -> str:

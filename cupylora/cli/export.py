@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from cupylora.cli._console import OutputConsole
+from cupylora.cli._options import GivenPath
 from cupylora.compiler.arch import ARCHITECTURES, architectures
 from cupylora.export.folder import ArchReport, export_kernels
 from cupylora.files import named
@@ -29,7 +30,7 @@ __all__ = ["command"]
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     required=True,
     metavar="DIR",
     help="The folder to write; a former export there is replaced.",

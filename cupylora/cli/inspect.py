@@ -23,10 +23,9 @@ from cupylora import __version__
 from cupylora.adapters.inspection import MAX_BYTES, Held, Inspection, Problem, inspect_adapter
 from cupylora.adapters.pack_file import is_pack, read_pack
 from cupylora.cli._console import OutputConsole
-from cupylora.cli._options import dtype_option, max_rank_option
+from cupylora.cli._options import STDOUT, GivenPath, dtype_option, max_rank_option
 from cupylora.cli._pack_report import pack_problems, pack_record, print_pack
-from cupylora.cli._record_file import as_json, check_writable, write_record
-from cupylora.cli._streams import echo
+from cupylora.cli._record_file import check_writable, write_record
 from cupylora.errors import CupyloraError
 from cupylora.files import named
 from cupylora.shapes import PRESETS, ModelShape, load_model
@@ -41,11 +40,10 @@ _FRAME = 3
 """Characters around a cell."""
 _REASON = 14
 """Characters of a line, where there is little room, of why something is not applied."""
-_STDOUT = Path("-")
 
 
 @click.command("inspect")
-@click.argument("adapter", metavar="DIR")
+@click.argument("adapter", type=GivenPath(), metavar="DIR")
 @click.option(
     "--model",
     metavar="PRESET|CONFIG.JSON",
@@ -77,13 +75,13 @@ _STDOUT = Path("-")
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="FILE",
     help="Write a record; - writes it to stdout in place of the tables.",
 )
 @click.pass_context
 def command(
-    ctx: click.Context, /, adapter: str, model: str | None, json_file: Path | None, **limits: Any
+    ctx: click.Context, /, adapter: Path, model: str | None, json_file: Path | None, **limits: Any
 ) -> None:
     """Show what a LoRA adapter holds, what would be applied where, and what is wrong.
 
@@ -95,19 +93,16 @@ def command(
     Exit code 0: it would be loaded, 1: it would be refused, for the problems listed, each with what
     to do; 2: wrong usage, or no adapter there.
     """
-    if json_file != _STDOUT:
-        check_writable(json_file)
+    check_writable(json_file)
     target = load_model(model) if model is not None else None
-    if is_pack(Path(adapter)):
-        ctx.exit(_show_pack(Path(adapter), target, json_file, limits))
+    if is_pack(adapter):
+        ctx.exit(_show_pack(adapter, target, json_file, limits))
     found = inspect_adapter(adapter, target, **limits)
     try:  # the record first: nothing that happens to the tables shall cost it
-        if json_file == _STDOUT:
-            echo(as_json(_record(found)))
-        elif json_file is not None:
+        if json_file is not None:
             write_record(json_file, _record(found))
     finally:
-        if json_file != _STDOUT:
+        if json_file != STDOUT:
             _print(found, OutputConsole())
     ctx.exit(0 if found.accepted else 1)
 
@@ -124,11 +119,9 @@ def _show_pack(
         problems = [str(error)]
     record: dict[str, Any] = {} if pack is None else pack_record(pack)
     record |= {"accepted": not problems, "problems": [asdict(Problem(text)) for text in problems]}
-    if json_file == _STDOUT:
-        echo(as_json(record))
-    else:
-        if json_file is not None:
-            write_record(json_file, record)
+    if json_file is not None:
+        write_record(json_file, record)
+    if json_file != STDOUT:
         if pack is not None:
             print_pack(pack)
         _print_verdict(problems)

@@ -23,7 +23,9 @@ def command(each: bool) -> None:
     echo(f"Kernel programs in {root}")
     table = Table()
     for column in ("program", "source", "kernels", "arch"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "kernels" else "left")
+        table.add_column(
+            column, overflow="fold", justify="right" if column == "kernels" else "left"
+        )
     for program in PROGRAMS:
         read_sources(program, root)  # a listing of files that are not there would be worthless
         first = next(arch for arch in ARCHITECTURES if supports(arch, program.min_arch))

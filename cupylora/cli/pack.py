@@ -13,7 +13,7 @@ import click
 from cupylora.adapters.pack_file import write_pack
 from cupylora.adapters.peft import read_adapter
 from cupylora.cli._named_folder import named_folder
-from cupylora.cli._options import dtype_option, max_rank_option
+from cupylora.cli._options import GivenPath, dtype_option, max_rank_option
 from cupylora.cli._pack_report import print_pack
 from cupylora.shapes import PRESETS, load_model
 
@@ -30,7 +30,7 @@ __all__ = ["command"]
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     required=True,
     metavar="FILE",
     help="What to write; a pack there is replaced, another file is not.",

@@ -14,6 +14,7 @@ import click
 from cupylora.cli._check import check_stack
 from cupylora.cli._console import OutputConsole
 from cupylora.cli._measure import copy_bandwidth, memory, time_steps
+from cupylora.cli._options import STDOUT, GivenPath
 from cupylora.cli._progress import open_reporter
 from cupylora.cli._record_file import check_writable, write_record
 from cupylora.cli._report import Record, make_record, print_record
@@ -47,8 +48,9 @@ class _Integer(click.IntRange):
     "adapters",
     multiple=True,
     metavar="[NAME=]DIR",
-    help="A PEFT adapter directory, called by its own name if no other is given; repeatable. "
-    "Default: for tiny-moe the shipped examples, for other models 4 synthetic adapters.",
+    help="A PEFT adapter directory (or a .safetensors file with Kohya's names), called by its own "
+    "name if no other is given; repeatable. Default: for tiny-moe the shipped examples, for other "
+    "models 4 synthetic adapters.",
 )
 @click.option(
     "--synthetic-adapters",
@@ -60,10 +62,8 @@ class _Integer(click.IntRange):
 @click.option(
     "--rank",
     "ranks",
-    default="16",
-    show_default=True,
     metavar="R[,R...]",
-    help="Their ranks, taken in turn.",
+    help="Ranks of random adapters, taken in turn.  [default: 16]",
 )
 @click.option("--layers", type=_Integer(min=1), help="First layers only.  [default: all]")
 @click.option("--tokens", type=_Integer(1, MAX_TOKENS), default=128, show_default=True)
@@ -106,14 +106,18 @@ class _Integer(click.IntRange):
 )
 @click.option(
     "--trace",
-    type=click.Path(dir_okay=False),
+    type=GivenPath(str),
     metavar="FILE",
     help="Replay traffic (JSON Lines; see tools/make_trace.py) through graphs; adapters that it "
     "names and --adapter does not give are random ones. With --no-graphs every step is eager.",
 )
 @click.option("--check/--no-check", default=True, help="Compare with a float64 oracle (default).")
 @click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a record."
+    "--json",
+    "json_file",
+    type=GivenPath(),
+    metavar="FILE",
+    help="Write a record; - writes it to stdout in place of the tables.",
 )
 @click.pass_context
 def command(ctx: click.Context, /, check: bool, json_file: Path | None, **values: Any) -> None:
@@ -130,7 +134,8 @@ def command(ctx: click.Context, /, check: bool, json_file: Path | None, **values
         if json_file is not None:
             write_record(json_file, record)
     finally:
-        print_record(record, OutputConsole())
+        if json_file != STDOUT:
+            print_record(record, OutputConsole())
     if record["passed"] is False:
         ctx.exit(1)
 

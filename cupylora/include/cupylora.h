@@ -3,8 +3,9 @@
  * Sizes of a call -> cupylora_plan_*: kernels, launches, workspace size (slow; once a shape)
  * addresses       -> cupylora_enqueue_*: launches on a stream (fast; every step, or captured once)
  *
- * `cupylora export` writes this file, cupylora_table.h and the cubins that they name. One C or C++
- * file of a program defines CUPYLORA_IMPLEMENTATION before it includes this; link with -ldl -lm.
+ * `cupylora export` writes this file, the two that it includes, and the cubins that they name. One
+ * C or C++ file of a program defines CUPYLORA_IMPLEMENTATION before it includes this; link with
+ * -ldl -lm.
  *
  * Enqueue allocates nothing, waits for nothing and keeps nothing: it may run inside a capture, and
  * in several threads at once, also with one op. All of an opened cupylora belongs to the context
@@ -54,7 +55,7 @@ enum { CUPYLORA_FAULT_SLOT = 0, CUPYLORA_FAULT_RANK = 1, CUPYLORA_FAULT_CAPACITY
 
 /* Sizes of a batch. A dense layer has one expert and top_k 1. */
 typedef struct cupylora_batch {
-  int32_t tokens;       /* T, 0 is fine */
+  int32_t tokens;       /* T; 0 is fine, with addresses all the same */
   int32_t top_k;        /* k */
   int32_t experts;      /* local experts E, up to 2048 */
   int32_t start_expert; /* global id of the first */
@@ -391,9 +392,9 @@ static cupylora_status cupylora_i_load_file(cupylora* c, const char* folder, int
     return status == 0 ? CUPYLORA_OK : cupylora_i_refused(c, status, file->path, error);
   }
   free(image);
-  return cupylora_i_fail(error, CUPYLORA_BAD_EXPORT, 0,
-                         "%.120s %s; cubins and headers have to be of one export", path,
-                         stream == NULL ? "cannot be read" : "is not what cupylora_table.h names");
+  return cupylora_i_fail(
+      error, CUPYLORA_BAD_EXPORT, 0, "%.90s/%.60s %s; cubins and headers have to be of one export",
+      folder, file->path, stream == NULL ? "cannot be read" : "is not what cupylora_table.h names");
 }
 
 static cupylora_status cupylora_i_load_kernel(cupylora* c, int index, cupylora_error* error) {

@@ -30,7 +30,7 @@ static void cupylora_i_expect(cupylora_i_work* w) {
   factors = groups * (double)w->max_rank * (double)(w->in_features * w->num_slices + w->width);
   w->tiles = (double)w->tile_capacity < tiles ? (double)w->tile_capacity : tiles;
   if (w->tiles < 1) w->tiles = 1;
-  w->bytes = 2 * (factors + (double)(w->rows * (w->in_features + 2 * w->width)));
+  w->bytes = 2 * (factors + (double)w->rows * (double)(w->in_features + 2 * w->width));
 }
 
 static int64_t cupylora_i_k_ranges(int64_t in_features) {
@@ -600,9 +600,9 @@ static cupylora_status cupylora_i_check_delta(const cupylora_batch* batch,
   for (i = 0; i < delta->num_slices; ++i) {
     const cupylora_slice s = delta->slices[i];
     const int64_t last = s.y_column + (s.out_features - INT64_C(1)) * s.y_stride;
-    CUPYLORA_I_RANGE(s.out_features, 1, INT32_MAX);
-    CUPYLORA_I_RANGE(s.y_column, 0, INT32_MAX);
-    CUPYLORA_I_RANGE(s.y_stride, 1, INT32_MAX);
+    CUPYLORA_I_RANGE(delta->slices[i].out_features, 1, INT32_MAX);
+    CUPYLORA_I_RANGE(delta->slices[i].y_column, 0, INT32_MAX);
+    CUPYLORA_I_RANGE(delta->slices[i].y_stride, 1, INT32_MAX);
     CUPYLORA_I_NEED(last < delta->y_width, "slice %d ends behind the %d columns of y", i,
                     delta->y_width);
     for (j = 0; j < i; ++j) {

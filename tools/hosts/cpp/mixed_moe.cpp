@@ -4,7 +4,8 @@
 //
 // EXPORT: a folder of `cupylora export`. PACK: a file of `cupylora pack`. CASE: a folder with
 // case.txt (sizes, and which adapter is in which slot), the batch's arrays, and want_*.bin, what
-// the outputs must be, bit for bit. tests/host_case.py writes one.
+// the outputs must be, bit for bit. tests/host_case.py writes one, and
+// tests/test_cpp_hosts.py builds and runs it all.
 //
 // What it shows, in order: open the kernels, bring a pack to the device, plan, size one workspace,
 // capture, replay. Dense: q, k and v side by side. MoE: gate and up, activation, down, weighted
