@@ -54,6 +54,9 @@ __all__ = ["LoraRuntime", "RuntimeStep"]
 
 Generations = npt.NDArray[np.int64]
 
+_NO_THREAD = 0
+"""The number of none."""
+
 
 class RuntimeStep(NamedTuple):
     """One step that was enqueued.
@@ -182,8 +185,9 @@ class LoraRuntime:
         self._graphs: StepGraphs | None = None
         self._note_generations()
         self._lock, self._loading = threading.RLock(), threading.RLock()
-        self._inside = self._in_load = self._closed = False
-        self._loader_thread: int | None = None
+        self._in_load = self._closed = False
+        self._inside = _NO_THREAD
+        self._loader_threads: set[int] = set()
         # Memory must not go back to CuPy's pool while work in flight uses it.
         self._close = weakref.finalize(self, _wait_for_all, self._fence)
         self._close.atexit = False
@@ -242,18 +246,18 @@ class LoraRuntime:
         """Place what ``bring`` wrote to free room; undo all of it where something fails."""
         stored, arrival = None, None
         restoring = contextlib.nullcontext() if self.store is None else self.store.restoring(name)
-        with restoring:
-            try:
+        try:
+            with restoring:
                 stored, path = bring()
                 say("placing")
                 arrival = None if path is None else self._expect(name, stored, path)
                 slot = self._place(name, stored, keep, pin)
-            except BaseException:
-                if arrival is not None:
-                    arrival.close()
-                if stored is not None and stored.blocks is not None:
-                    self.table.discard(stored)
-                raise
+        except BaseException:
+            if arrival is not None:
+                arrival.close()
+            if stored is not None and stored.blocks is not None:
+                self.table.discard(stored)
+            raise
         # Not before the former content may leave the cache: it would take room beside it.
         if arrival is not None and self._cache_writer is not None:
             self._cache_writer.begin(arrival)
@@ -314,12 +318,14 @@ class LoraRuntime:
             if self._closed:
                 raise GraphError("the runtime is closed; nothing is loaded in the background")
             if self._loader is None:
+                # A thread keeps its initializer, which must not keep the runtime.
+                note = partial(_note_thread, self._loader_threads)
                 self._loader = ThreadPoolExecutor(
-                    1, thread_name_prefix="cupylora-load", initializer=self._note_loader
+                    1, thread_name_prefix="cupylora-load", initializer=note
                 )
-        return self._loader.submit(
-            self.load, name, adapter, keep=tuple(keep), pin=pin, progress=progress
-        )
+            return self._loader.submit(
+                self.load, name, adapter, keep=tuple(keep), pin=pin, progress=progress
+            )
 
     def ensure(self, names: Sequence[str | None]) -> npt.NDArray[np.int32]:
         """``slots_of`` after loading, from the host cache, what does not serve yet.
@@ -334,6 +340,7 @@ class LoraRuntime:
             missing = [name for name in dict.fromkeys(wanted) if name not in self.loaded]
         if not missing:
             return self.slots_of(names)
+        self._refuse_inside("ensure")
         with self._loading_alone("ensure"):
             for name in missing:
                 if name not in self.loaded:
@@ -490,10 +497,11 @@ class LoraRuntime:
         self, name: str, stored: StoredAdapter, keep: Sequence[str], pin: bool | None
     ) -> int:
         """Switch a slot that no step reads to what was stored, and the name to the slot."""
-        with self._lock:
-            place = self.leases.reserve(name, keep)
-            read_by = self.leases.last_step(place.slot)
+        place = None
         try:
+            with self._lock:
+                place = self.leases.reserve(name, keep)
+                read_by = self.leases.last_step(place.slot)
             self._fence.wait(read_by)
             with self._copying():
                 self.table.place(place.slot, stored)
@@ -504,10 +512,10 @@ class LoraRuntime:
                 self._note_generations()
         finally:
             with self._lock:
-                if self.leases.is_open(place):
+                if place is not None and self.leases.is_open(place):
                     untouched = stored.blocks is not None
                     (self.leases.give_back if untouched else self.leases.abandon)(place)
-                    self._note_generations()
+                self._note_generations()  # also where an interrupt came before it
         return place.slot
 
     def _evict_free(self) -> None:
@@ -571,6 +579,7 @@ class LoraRuntime:
         """
         self._refuse_inside("set_step")
         with self._lock:
+            self._require_open()
             if self.captured:
                 raise GraphError("graphs of the former step function exist; release_graphs() first")
             self.backend.synchronize()
@@ -647,14 +656,15 @@ class LoraRuntime:
                 self._require_same(used, as_of)
             number, recorder = 0, self.recorder
             before = recorder.enter_device()
-            self._inside = True
+            self._inside = threading.get_ident()
             try:
+                if tokens:  # ahead: an interrupt may come behind what reads these slots
+                    self.leases.use(used, self._fence.enqueued + 1)
                 key = graphs.run(batch, num_reqs=num_reqs, uniform=uniform)
             finally:  # also where it failed halfway: what was enqueued reads these slots
-                self._inside = False
+                self._inside = _NO_THREAD
                 if tokens:
                     number = self._fence.submit()
-                    self.leases.use(used, number)
                 if before is not None:
                     recorder.leave_device(before)
             return RuntimeStep(number, key, tokens, groups, self._generations)
@@ -713,15 +723,22 @@ class LoraRuntime:
     def close(self) -> None:
         """Wait for loads and steps, and drop all graphs. Nothing can be loaded in the background or
         stepped afterwards, and a stream that was given is not touched from here on. Raises
-        GraphError where a load, its progress or its future's callback calls it."""
-        if threading.get_ident() == self._loader_thread:
+        GraphError where a load, its progress, its future's callback or a step function calls it,
+        and, when all is closed, what went wrong with a copy to the host cache."""
+        if threading.get_ident() in self._loader_threads:
             raise GraphError("close was called by a load in the background; call it elsewhere")
-        with self._loading_alone("close"):
+        self._refuse_inside("close")
+        with self._loading_alone("close"), self._lock:
             self._closed = True
         if self._loader is not None:
             self._loader.shutdown()
-        if self._cache_writer is not None:
-            self._cache_writer.close()
+        try:
+            if self._cache_writer is not None:
+                self._cache_writer.close()
+        finally:
+            self._end_steps()
+
+    def _end_steps(self) -> None:
         with self._entering("close"):
             self._fence.wait(self._fence.enqueued)
             if self._graphs is not None:
@@ -730,8 +747,13 @@ class LoraRuntime:
 
     def _require_graphs(self) -> StepGraphs:
         if self._graphs is None:
+            self._require_open()
             raise ArgumentError("there is no step function yet; call set_step first")
         return self._graphs
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise GraphError("the runtime is closed; there are no steps any more")
 
     def _require_same(self, used: SlotSet, as_of: Generations) -> None:
         shape = self._generations.shape
@@ -750,12 +772,12 @@ class LoraRuntime:
         """What calls the step function or the caller's progress, which must not load or step."""
         with self._lock:
             self._refuse_inside(what)
-            self._inside = True
+            self._inside = threading.get_ident()
             try:
                 with self.recorder.on_device():
                     yield
             finally:
-                self._inside = False
+                self._inside = _NO_THREAD
 
     @contextlib.contextmanager
     def _loading_alone(self, what: str) -> Iterator[None]:
@@ -774,17 +796,14 @@ class LoraRuntime:
         """Loads pin memory, wait and ask events, and void no capture of the host's in doing so."""
         return driver.outside_captures() if self.backend.on_device else contextlib.nullcontext()
 
-    def _note_loader(self) -> None:
-        self._loader_thread = threading.get_ident()
-
     def _refuse_inside(self, what: str) -> None:
         """Of the same thread: a load would wait for another one that waits for this step."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._inside:
-                    raise GraphError(f"{what} was called from inside a step or a capture")
-            finally:
-                self._lock.release()
+        if self._inside == threading.get_ident():
+            raise GraphError(f"{what} was called from inside a step or a capture")
+
+
+def _note_thread(threads: set[int]) -> None:
+    threads.add(threading.get_ident())
 
 
 def _wait_for_all(fence: StepFence) -> None:

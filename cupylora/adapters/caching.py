@@ -9,8 +9,10 @@ where it is meanwhile (``BlockReader``), and whoever looks the name up in the ca
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -33,15 +35,27 @@ class CacheWriter:
     ) -> None:
         self._store, self._entering = store, entering
         self._thread: ThreadPoolExecutor | None = None
+        self._waiting: deque[Arrival] = deque()
         self._under_way: set[Future[None]] = set()
         self._lock = threading.Lock()
 
     def begin(self, arrival: Arrival) -> None:
-        """Receive it, and return at once."""
+        """Receive it, and return at once. Where this fails, it is closed or received all the
+        same."""
+        try:
+            self._waiting.append(arrival)
+            self._submit()
+        except BaseException:
+            with contextlib.suppress(ValueError):  # the thread has it already
+                self._waiting.remove(arrival)
+                arrival.close()
+            raise
+
+    def _submit(self) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="cupylora-cache")
-            task = self._thread.submit(_receive, self._store, self._entering, arrival)
+            task = self._thread.submit(_receive, self._store, self._entering, self._waiting)
             task.add_done_callback(_forget_frames)
             self._under_way = {one for one in self._under_way if not _is_over(one)} | {task}
 
@@ -64,8 +78,15 @@ class CacheWriter:
 
 
 def _receive(
-    store: AdapterStore, entering: Callable[[], AbstractContextManager[object]], arrival: Arrival
+    store: AdapterStore,
+    entering: Callable[[], AbstractContextManager[object]],
+    waiting: deque[Arrival],
 ) -> None:
+    """The first that waits; there is none where ``begin`` took it back."""
+    try:
+        arrival = waiting.popleft()
+    except IndexError:
+        return
     with entering():
         store.receive(arrival)
 

@@ -145,11 +145,11 @@ class SlotLeases:
                 self._recency(slot),
             ),
         )
-        displaced = self._names[slot]
-        if displaced is not None:
-            self._forget(displaced)
-        self._reserved.add(slot)
-        return Reservation(slot, displaced)
+        reservation = Reservation(slot, self._names[slot])
+        if reservation.displaced is not None:
+            self._forget(reservation.displaced)
+        self._reserved |= {slot}
+        return reservation
 
     def idle_longest(self, staying: Collection[str]) -> str | None:
         """The adapter whose last step, or load, is longest ago; not a pinned one, nor one of
@@ -239,13 +239,18 @@ class SlotLeases:
         return (last, 0, 0) if last > steps else (steps, 1, loads)
 
     def _name(self, slot: int, name: str) -> None:
+        own = slot_set((slot,))
+        # An interrupt comes with a call, and there is none from here on.
         self._names[slot] = name
         self._slot_of[name] = slot
         self.serving[slot] = True
-        self._vacant &= ~slot_set((slot,))
+        self._vacant &= ~own
 
     def _forget(self, name: str) -> None:
-        slot = self._slot_of.pop(name)
+        slot = self._slot_of[name]
+        own = slot_set((slot,))
+        # As above.
+        del self._slot_of[name]
         self._names[slot] = None
         self.serving[slot] = False
-        self._vacant |= slot_set((slot,))
+        self._vacant |= own

@@ -37,7 +37,7 @@ class StepFence(ABC):
 
     @abstractmethod
     def wait(self, step: int) -> None:
-        """Until ``step`` is over."""
+        """Until ``step`` is over, or all that there are where it was not submitted."""
 
 
 class DirectFence(StepFence):
@@ -104,7 +104,7 @@ class CudaFence(StepFence):
     def wait(self, step: int) -> None:
         """Waits for that step's event, or for a later step if the event was taken for one since."""
         with self._lock:
-            ahead = step - self.finished()
+            ahead = min(step, self.enqueued) - self.finished()
             event = self._running[ahead - 1] if ahead > 0 else None
         if event is not None:
             _wait(event)
