@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from manual_fence import ManualFence
-from test_caching import CONTRACTS, SUPPORT, Gate, cached, content, runtime_of, store_of
+from test_caching import CONTRACTS, SUPPORT, TINY, Gate, cached, content, runtime_of, store_of
 
 from cupylora.adapters import caching, leases
 from cupylora.adapters.leases import SlotLeases
+from cupylora.adapters.peft import read_adapter
 from cupylora.errors import GraphError
 from cupylora.graphs.manager import Step
 from cupylora.runtime import LoraRuntime
@@ -249,3 +250,32 @@ def test_a_slot_is_not_written_while_a_step_reads_it_that_was_interrupted_behind
     assert runtime.leases.last_step(0) == fence.enqueued == 1
     runtime.unload("a")
     assert 0 not in runtime.leases.free_slots()
+
+
+@pytest.mark.parametrize("call", ["arena._offsets", "slots.weakref.finalize"])
+def test_room_that_was_taken_for_an_interrupted_store_is_free_again(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = runtime_of()
+    adapter = read_adapter(CONTRACTS, TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"cupylora.adapters.{call}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.table.store(adapter)
+    runtime.table.collect()
+    assert runtime.table.arena.used_bytes == 0
+
+
+def test_room_of_an_evicted_slot_is_free_at_the_next_store_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = runtime_of().table
+    table.load(0, read_adapter(CONTRACTS, TINY))
+    with monkeypatch.context() as patch:
+        for freeing in ("collect", "_free"):
+            patch.setattr(table, freeing, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            table.evict(0)
+    assert table.slots[0] is None
+    table.evict(0)
+    assert table.arena.used_bytes == 0

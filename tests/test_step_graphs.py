@@ -410,6 +410,28 @@ def test_a_key_given_twice_is_captured_once() -> None:
     assert len(recorder.gone) == 1
 
 
+def test_a_key_whose_first_step_failed_is_captured_by_the_next() -> None:
+    failing = [True, True, False]
+
+    def function(_: Step) -> None:
+        if failing.pop(0):
+            raise ValueError("the host's own")
+
+    graphs = StepGraphs(
+        function,
+        StepBuffers(NumpyBackend(), 8),
+        max_loras=2,
+        options=GraphOptions(dispatch=DispatchOptions((8,)), lazy=True),
+    )
+    batch = np.zeros(8, np.int32)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="own"):
+            graphs.step(batch)
+    assert graphs.step(batch).key is None
+    assert len(graphs.graphs) == 1
+    assert graphs.counts().eager == {"captured by it": 1}
+
+
 def test_a_lazy_capture_that_fails_is_noted_and_not_tried_again() -> None:
     class Failing(DirectRecorder):
         tried = 0

@@ -106,10 +106,10 @@ class Arena:
             if not self._take_runs(np.cumsum([0, *sizes]), runs):
                 self._free_runs(runs)
                 self._take_apart(sizes, runs)
+            return Blocks(tuple(runs), _offsets(runs, sizes))
         except BaseException:
             self._free_runs(runs)
             raise
-        return Blocks(tuple(runs), _offsets(runs, sizes))
 
     def _take_runs(self, ends: npt.NDArray[np.int64], runs: list[Run]) -> bool:
         """All blocks that are left in one gap, else as many as the largest gap holds, and so on.

@@ -86,11 +86,12 @@ class _Room:
     """Blocks that nobody serves from yet. If whoever has it drops it, as where an interrupt came
     at a bad moment, its runs go to ``dropped``, and are free at the table's next store."""
 
-    def __init__(self, dropped: deque[list[int]], blocks: Blocks) -> None:
-        self.blocks = blocks
-        self._runs = [run.offset for run in blocks.runs]
+    def __init__(self, dropped: deque[list[int]], arena: Arena, sizes: Sequence[int]) -> None:
+        self._runs: list[int] = []
         self._finalizer = weakref.finalize(self, dropped.append, self._runs)
         self._finalizer.atexit = False
+        self.blocks = arena.take(sizes)
+        self._runs += [run.offset for run in self.blocks.runs]
 
     def take(self) -> list[int]:
         """The runs' offsets, which are the caller's from now on."""
@@ -290,7 +291,7 @@ class SlotTable:
         and what ``write`` raises."""
         self._check_layout(layout)
         self.collect()
-        room = _Room(self._dropped, self.arena.take(layout.sizes))
+        room = _Room(self._dropped, self.arena, layout.sizes)
         try:
             write(room.blocks)
         except BaseException:
@@ -396,7 +397,8 @@ class SlotTable:
         slot = self.check_slot(slot)
         self._switch(slot, np.zeros(len(self.entries), SLOT_ENTRY))
         former, self._offsets[slot], self._info[slot] = self._offsets[slot], [], None
-        self._free(former)
+        self._dropped.append(former)
+        self.collect()
 
     def check_slot(self, slot: int) -> int:
         """``slot`` as an int. Raises ArgumentError unless it is one of the table's."""

@@ -332,9 +332,14 @@ class StepGraphs:
     def _first_of(self, key: BatchKey, tokens: int) -> None:
         """Run a batch as its key's graph would, eagerly, and capture that for the next one.
 
-        The step is done then: a capture that fails is noted, not raised.
+        The step is done then: a capture that fails is noted, not raised. A step that fails was no
+        first one.
         """
-        self._run_now(key, tokens)
+        try:
+            self._run_now(key, tokens)
+        except BaseException:
+            self._asked[key] -= 1
+            raise
         reason: EagerReason = "captured by it"
         try:
             if not self._record(key, drop=self._asked[key] > 1):
