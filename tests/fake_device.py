@@ -6,14 +6,16 @@ Whoever installs them says what becomes of launches: recorded, or run by the emu
 from __future__ import annotations
 
 import dataclasses
+import struct
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from cupylora.compiler import kernel as kernels
 from cupylora.ops import _device
 
 
@@ -92,6 +94,36 @@ def aligned(array: np.ndarray) -> np.ndarray:
     room = np.empty(array.nbytes + 256, np.uint8)
     skip = -room.ctypes.data % 256
     return room[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Enqueued:
+    """What an op asked of ``ops._device.enqueue``, whose arguments these are."""
+
+    program: str
+    kernel: str
+    types: Sequence[str]
+    grid: Sequence[int]
+    threads: int
+    args: Sequence[Any]
+    smem: int = 0
+    _: dataclasses.KW_ONLY
+    dependent: bool = False
+    cluster: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of the kernel in its program."""
+        return f"{self.program}/{self.kernel}"
+
+    @property
+    def cluster_size(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster[0] if self.cluster else 1
+
+    def packed(self) -> bytes:
+        """The arguments as the launch would pack them; fails where they do not fit their types."""
+        return struct.pack("@" + "".join(map(kernels._format, self.types)), *self.args)
 
 
 def install(

@@ -11,18 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import struct
 import sys
 import types
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeArray, aligned, fake, install
+from fake_device import Enqueued, FakeArray, aligned, fake, install
 from problem_util import RoutingCase, hostile_routings, make_case, random_case
 
 from cupylora import ops, reference
-from cupylora.compiler import kernel as kernels
 from cupylora.compiler.programs import find_program
 from cupylora.compiler.sources import read_sources
 from cupylora.errors import ArgumentError, CapacityError, GraphError
@@ -47,29 +45,18 @@ class Recorder:
 
     launched: list[str] = dataclasses.field(default_factory=list)
 
-    def enqueue(
-        self,
-        program: str,
-        kernel: str,
-        types: tuple[str, ...],
-        grid: Any,
-        threads: int,
-        args: Any,
-        smem: int = 0,
-        *,
-        dependent: bool = False,
-        cluster: Any = None,
-    ) -> None:
-        assert kernel in find_program(program).kernels
-        assert len(types) == len(args)
-        struct.pack("@" + "".join(map(kernels._format, types)), *args)
-        for kind, value in zip(types, args, strict=True):
+    def enqueue(self, *args: Any, **options: Any) -> None:
+        launch = Enqueued(*args, **options)
+        assert launch.kernel in find_program(launch.program).kernels
+        assert len(launch.types) == len(launch.args)
+        launch.packed()
+        for kind, value in zip(launch.types, launch.args, strict=True):
             if kind.startswith("bytes"):
                 assert len(value) == int(kind.removeprefix("bytes"))
-        assert all(1 <= size < 2**31 for size in grid)
-        assert 0 <= smem <= 227 * 1024
-        assert dependent == _waits(program, kernel)
-        self.launched.append(f"{program}/{kernel}")
+        assert all(1 <= size < 2**31 for size in launch.grid)
+        assert 0 <= launch.smem <= 227 * 1024
+        assert launch.dependent == _waits(launch.program, launch.kernel)
+        self.launched.append(launch.name)
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import fake, install
+from fake_device import Enqueued, fake, install
 from host_util import described
 from late_device import LateBackend, LateStream
 from problem_util import make_case, random_case
 from test_host_choice import Draw
 
 from cupylora import ops, reference
-from cupylora.compiler import kernel as kernels
 from cupylora.compiler.programs import find_program
 from cupylora.dtypes import DTYPES
 from cupylora.export.declarations import Declared
@@ -69,37 +68,26 @@ class Launches:
         """Bytes of workspace that the op asked for last."""
         self.measured: set[str] = set()
 
-    def enqueue(
-        self,
-        program: str,
-        kernel: str,
-        types: Sequence[str],
-        grid: Sequence[int],
-        threads: int,
-        args: Sequence[Any],
-        smem: int = 0,
-        *,
-        dependent: bool = False,
-        cluster: Any = None,
-    ) -> None:
-        found = find_program(program)
-        function, rule = function_of(found, kernel), RULES[function_of(found, kernel)]
-        packed = struct.pack("@" + "".join(map(kernels._format, types)), *args)
+    def enqueue(self, *args: Any, **options: Any) -> None:
+        launch = Enqueued(*args, **options)
+        found = find_program(launch.program)
+        function = function_of(found, launch.kernel)
+        rule = RULES[function]
         names: dict[str, Any] = {**_WORDS, **self.known, "resident": RESIDENT}
-        names |= read(described().functions[function], packed)
-        names["cluster"] = cluster[0] if cluster else 1
+        names |= read(described().functions[function], launch.packed())
+        names["cluster"] = launch.cluster_size
         names["keys"] = names.get("num_experts", 0) * names.get("digits", 0)
         if "first_block" in names:
             names["column_blocks"] = names["first_block"][names["num_slices"]]
-        inside = found.kernels[kernel].partition("<")[2].rstrip(">").split(",")
+        inside = found.kernels[launch.kernel].partition("<")[2].rstrip(">").split(",")
         numbers = [int(text) for text in inside if text.strip().isdecimal()]
         names |= {f"t{i}": number for i, number in enumerate(numbers)}
         for name, expression in {**rule.where, "block": rule.block}.items():
             names[name] = evaluate(expression, names)
-        whole = (*grid, 1)[:2]
+        whole = (*launch.grid, 1)[:2]
         got = [evaluate(e, names) for e in (rule.grid, rule.grid_y, rule.shared, rule.cluster)]
-        assert got == [*whole, smem, names["cluster"]], (function, got, grid, smem, names)
-        assert (names["block"], rule.dependent) == (threads, dependent), function
+        assert got == [*whole, launch.smem, names["cluster"]], (function, got, launch, names)
+        assert (names["block"], rule.dependent) == (launch.threads, launch.dependent), function
         if rule.workspace and self.scratch:
             sizes = [evaluate(e, names) for e in rule.workspace.values()]
             assert sum(sizes) == self.scratch, (function, sizes, self.scratch)

@@ -4,19 +4,17 @@ to the same launches, down to the last byte of their arguments."""
 from __future__ import annotations
 
 import random
-import struct
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeArray, install
+from fake_device import Enqueued, FakeArray, install
 from host_util import HOSTS, STRICT, FakeDriver, build, hollow, write_hollow
 
 from cupylora import ops
-from cupylora.compiler import kernel as kernels
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
 from cupylora.worklists import (
@@ -244,21 +242,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Iterator[li
     """What ops launch on a device as the driver has it."""
     made: list[Launch] = []
 
-    def enqueue(
-        program: str,
-        kernel: str,
-        types: Sequence[str],
-        grid: Sequence[int],
-        threads: int,
-        args: Sequence[Any],
-        smem: int = 0,
-        *,
-        dependent: bool = False,
-        cluster: Any = None,
-    ) -> None:
-        packed = struct.pack("@" + "".join(map(kernels._format, types)), *args)
-        numbers = [grid[0], threads, smem, cluster[0] if cluster else 1, int(dependent)]
-        made.append((f"{program}/{kernel}", numbers, packed))
+    def enqueue(*args: Any, **options: Any) -> None:
+        launch = Enqueued(*args, **options)
+        sizes = [launch.grid[0], launch.threads, launch.smem, launch.cluster_size]
+        made.append((launch.name, [*sizes, int(launch.dependent)], launch.packed()))
 
     install(
         monkeypatch,

@@ -11,18 +11,16 @@ import ctypes
 import os
 import re
 import shutil
-import struct
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeArray, each_array, install
+from fake_device import Enqueued, FakeArray, each_array, install
 
-from cupylora.compiler import kernel as kernels
 from cupylora.compiler.programs import find_program
 from cupylora.compiler.sources import KernelProgram
 from cupylora.resources import cuda_source_dir
@@ -160,28 +158,17 @@ class Device:
         self._ranges.clear()
         self._kept.clear()
 
-    def enqueue(
-        self,
-        program: str,
-        kernel: str,
-        types: tuple[str, ...],
-        grid: Sequence[int],
-        threads: int,
-        args: Sequence[Any],
-        smem: int = 0,
-        *,
-        dependent: bool = False,
-        cluster: Any = None,
-    ) -> None:
+    def enqueue(self, *args: Any, **options: Any) -> None:
         """Run a launch to its end, in the place of ``ops._device.enqueue``."""
-        packed = struct.pack("@" + "".join(map(kernels._format, types)), *args)
+        launch = Enqueued(*args, **options)
+        program, grid, packed = launch.program, launch.grid, launch.packed()
         shape = _Shape(
             grid_x=grid[0],
             grid_y=grid[1] if len(grid) > 1 else 1,
-            cluster=cluster[0] if cluster else 1,
-            threads=threads,
-            smem=smem,
-            dependent=dependent,
+            cluster=launch.cluster_size,
+            threads=launch.threads,
+            smem=launch.smem,
+            dependent=launch.dependent,
             each_waits=program.startswith(EVERY_THREAD_WAITS),
             may_read_unset=program.startswith(READ_UNSET),
             granule_log2=0 if program in ONE_BYTE_PROGRAMS else 1,
@@ -197,13 +184,14 @@ class Device:
         for part in self._ranges:
             first, size = ctypes.c_uint64(part.first), ctypes.c_uint64(part.size)
             core.emulator_add_range(first, size, part.flags)
-        self.launched.append(f"{program}/{kernel}")
-        code = library.emulate(kernel.encode(), ctypes.byref(shape), packed, len(packed))
+        self.launched.append(launch.name)
+        code = library.emulate(launch.kernel.encode(), ctypes.byref(shape), packed, len(packed))
         if code:
             core.emulator_message.restype = ctypes.c_char_p
             why = _REASONS.get(code) or _with_places(core.emulator_message().decode(), path)
             raise EmulatorError(
-                f"{program}/{kernel}, grid {tuple(grid)}, {threads} threads, {smem} bytes: {why}"
+                f"{launch.name}, grid {tuple(grid)}, {launch.threads} threads, "
+                f"{launch.smem} bytes: {why}"
             )
         # What a launch waits for is all that came before the one ahead of it has waited for.
         for number, part in enumerate(self._ranges):
