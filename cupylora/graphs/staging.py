@@ -95,19 +95,20 @@ class SlotReader:
         content = slots.tobytes()
         if content != self._content:  # in decode mostly the batch before
             self._content = None
-            self._count(slots)
-            self._content = slots.tobytes()
+            self._content = content if self._count(slots) else slots.tobytes()
         return self._batch
 
-    def _count(self, slots: HostSlots) -> None:
-        """Note what a batch holds; negative numbers other than -1 become that."""
+    def _count(self, slots: HostSlots) -> bool:
+        """Note what a batch holds; negative numbers other than -1 become that. Whether there were
+        none."""
         batch, tokens = self._batch, len(slots)
         batch.num_tokens, batch.used, batch.groups = tokens, 0, 0
         if not tokens:
-            return
+            return True
         if slots.item(slots.argmax()) >= self.max_loras:
             self._fail(slots)
-        if slots.item(slots.argmin()) < -1:
+        plain: bool = slots.item(slots.argmin()) >= -1
+        if not plain:
             np.maximum(slots, -1, out=slots)
         seen, index = self._seen, self._index[:tokens]
         index[:] = slots
@@ -120,6 +121,7 @@ class SlotReader:
             batch.used = found - self._base_rows
             adapters = batch.used.bit_count()
             batch.groups = adapters + (adapters > 0)
+        return plain
 
     def _fail(self, slots: HostSlots) -> NoReturn:
         token = int(np.argmax(slots >= self.max_loras))
