@@ -22,6 +22,7 @@ from problem_util import (
 
 from cupylora.dtypes import resolve_dtype
 from cupylora.errors import ArgumentError
+from cupylora.reference._numeric import matmul_rows
 from cupylora.reference.build_problems import build_problems
 from cupylora.reference.expert_problems import expert_problems
 from cupylora.reference.grouped_gemm import grouped_gemm
@@ -256,3 +257,17 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     ]
     grouped_gemm(_problems(*rows), dtype="bfloat16", out_dtype="float32")
     assert (bits_of(together) == bits_of(alone)).all()
+
+
+@pytest.mark.parametrize(
+    ("k", "n"), [(1, 1), (8, 128), (63, 37), (128, 8), (128, 128), (1000, 100)]
+)
+def test_a_rows_product_depends_neither_on_its_place_nor_on_other_rows(k: int, n: int) -> None:
+    rng = np.random.default_rng(k)
+    x, w = rng.standard_normal((300, k), np.float32), rng.standard_normal((n, k), np.float32)
+    whole = matmul_rows(x, w)
+    np.testing.assert_allclose(whole, x.astype(float) @ w.astype(float).T, rtol=0, atol=1e-3)
+    for count in (1, 7, 32, 33, 299):
+        rows = rng.permutation(300)[:count]
+        assert matmul_rows(x[rows], w).tobytes() == whole[rows].tobytes()
+    assert matmul_rows(x[:0], w).shape == (0, n)

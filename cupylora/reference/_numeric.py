@@ -11,8 +11,6 @@ __all__ = ["ieee_arithmetic", "matmul_rows", "narrow", "widen"]
 
 Float32 = npt.NDArray[np.float32]
 
-_BLOCK_ROWS = 32
-
 
 def ieee_arithmetic() -> np.errstate:
     """Context in which overflow gives infinity, and inf - inf NaN, in silence as on a device."""
@@ -32,14 +30,8 @@ def narrow(values: Float32, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def matmul_rows(x: Float32, w: Float32) -> Float32:
     """``x[m, k] · w[n, k]ᵀ`` in float32.
 
-    BLAS picks its order of summation by the sizes of the product, so rows go through it in blocks
-    of one size, the last one padded: a row's bits then do not depend on what rows are beside it.
+    BLAS picks its order of summation by the sizes of a product, and by a row's place in it, so each
+    row is a product of its own: its bits do not depend on what rows are beside it.
     """
-    rows = x.shape[0]
-    blocks = -(-rows // _BLOCK_ROWS)
-    padded = np.zeros((blocks, _BLOCK_ROWS, x.shape[1]), np.float32)
-    padded.reshape(-1, x.shape[1])[:rows] = x
-    out = np.empty((blocks, _BLOCK_ROWS, w.shape[0]), np.float32)
-    for block in range(blocks):
-        np.matmul(padded[block], w.T, out=out[block])
-    return out.reshape(-1, w.shape[0])[:rows]
+    product: Float32 = np.matmul(x[:, np.newaxis, :], w.T)[:, 0, :]
+    return product
