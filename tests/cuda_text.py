@@ -138,7 +138,7 @@ def _size(text: str, kind: str, names: Mapping[str, int]) -> tuple[int, int]:
 def _python(expression: str) -> str:
     """The expression as Python: integer division, its words for logic, and conditionals."""
     text = re.sub(r"\b(0x[\da-fA-F]+|\d+)u\b", r"\1", expression.replace("\n", " "))
-    text = text.replace("/", "//")
+    text = re.sub(r"!(?!=)", " not ", text.replace("/", "//"))
     return _conditional(text.replace("&&", " and ").replace("||", " or "))
 
 

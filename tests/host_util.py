@@ -96,7 +96,7 @@ class FakeDriver:
     """The stand-in as it shall behave, and where it is built.
 
     mode: emulate, log (a line a launch) or nothing. blocks: of a kernel that an SM holds;
-    clusters: that the device holds, by their size.
+    clusters: that the device holds, by their size; shared: bytes that a block may have, and an SM.
     """
 
     folder: Path
@@ -107,6 +107,7 @@ class FakeDriver:
     processors: int = 1
     blocks: int = 5
     clusters: Mapping[int, int] = field(default_factory=lambda: dict.fromkeys((1, 2, 4, 8), 5))
+    shared: tuple[int, int] = (227 * 1024, 228 * 1024)
     schedule: Schedule = field(default_factory=Schedule)
 
     @property
@@ -154,8 +155,8 @@ class FakeDriver:
             SM: self.processors,
             MAJOR: self.capability[0],
             MINOR: self.capability[1],
-            SHARED_BLOCK: 227 * 1024,
-            SHARED_SM: 228 * 1024,
+            SHARED_BLOCK: self.shared[0],
+            SHARED_SM: self.shared[1],
         }
         how = self.schedule
         return [

@@ -19,6 +19,7 @@ from cupylora import open_backend
 from cupylora.compiler.arch import arch_for
 from cupylora.compiler.loader import _capability
 from cupylora.export.folder import export_kernels
+from cupylora.ops import _lora_pair
 
 PROGRAMS = (
     *("plan", "sort", "segments", "rows"),
@@ -33,6 +34,9 @@ def build_host(export: Path, library: Path, out: Path, source: str = "mixed_moe.
     include = (f"-I{export / 'include'}", f"-L{library}", "-l:libcuda.so.1")
     return build("g++", ("-std=c++17", "-O2", *STRICT), [SOURCE / source], out, include)
 
+
+MANY_RANKS = "prefill of many ranks"
+"""Where batches that can be emulated count as large: the export says from which sizes on."""
 
 # Sizes, capability, and kernels that they must reach.
 CASES: dict[str, tuple[Sizes, tuple[int, int], set[str]]] = {
@@ -61,15 +65,30 @@ CASES: dict[str, tuple[Sizes, tuple[int, int], set[str]]] = {
         (12, 0),
         {"lora_shrink_stream_bfloat16/2_32", "lora_expand_direct_bfloat16/1"},
     ),
+    MANY_RANKS: (
+        Sizes(260, tile_rows=64, max_rank=64),
+        (9, 0),
+        {
+            *("lora_shrink_wide_bfloat16/4_64", "lora_shrink_wide_bfloat16/8_64"),
+            "lora_expand_panel_bfloat16/4",
+        },
+    ),
 }
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", CASES)
 def test_a_c_host_gives_the_bits_that_python_gives(
-    name: str, emulated: Device, kernel_builder: Builder, tmp_path: Path
+    name: str,
+    emulated: Device,
+    kernel_builder: Builder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes, capability, kernels = CASES[name]
+    if name == MANY_RANKS:
+        monkeypatch.setattr(_lora_pair, "_WIDE_ROWS", _lora_pair._STREAM_ROWS)
+        monkeypatch.setattr(_lora_pair, "_PANEL_ELEMENTS", 0)
     emulated.hopper = capability[0] == 9
     emulated.schedule = Schedule(3, pause=200)
 

@@ -214,6 +214,25 @@ def test_a_whole_layer_is_enqueued(
     ops.fill_uniform(permuted, 3, 1.0)
 
 
+@pytest.mark.parametrize("tile_rows", [32, 64])
+@pytest.mark.parametrize("max_rank", [33, 64, 128])
+def test_a_large_batch_is_enqueued(max_rank: int, tile_rows: int, recorder: Recorder) -> None:
+    tokens, width, kind = 16_384, 2048, np.dtype(np.float16)
+    case = random_case(3, tokens, 1, 1, 3)
+    routing, slots = fake(_routing(case)), fake(case.token_to_slot)
+    segments = ops.build_segments(routing, slots, max_loras=3, tile_rows=tile_rows)
+    x, y = fake(np.zeros((tokens, 104), kind)), fake(np.zeros((tokens, width), kind))
+    entries = fake(np.zeros((1, 3, 48), np.uint8))
+    sizes: dict[str, Any] = {"in_features": 104, "max_rank": max_rank}
+    before = len(recorder.launched)
+    ops.lora_delta(x, y, segments, routing, entries, [LoraSlice(width)], **sizes)
+    expand = "panel_float16/4" if tile_rows == 64 else "stream_float16/4"
+    assert recorder.launched[before:] == [
+        f"lora_shrink_wide_float16/{4 if max_rank <= 64 else 8}_{tile_rows}",
+        f"lora_expand_{expand if max_rank <= 64 else 'float16/16'}",
+    ]
+
+
 def _refused(recorder: Recorder, message: str, call: Any, error: type = ArgumentError) -> None:
     before = list(recorder.launched)
     with pytest.raises(error, match=message):

@@ -100,7 +100,7 @@ PLAN_SIZES = {
     "plan/table_16_2": (70, 8, 20, 3),
     "plan/table_16_4": (130, 8, 256, 4),
     "plan/table_32_2": (130, 8, 20, 3),
-    "plan/table_32_4": (300, 8, 20, 3),
+    "plan/table_32_4": (300, 8, 128, 20),
     "plan_large/count_8_4": (130, 8, 256, 64),
     "plan_large/count_16_4": (530, 8, 20, 3),
 }
@@ -126,7 +126,7 @@ NUMBERED_SIZES = {
     "plan/table_16_2": (70, 8, 20, 3, 1024),
     "plan/table_16_4": (130, 8, 256, 4, 33),
     "plan/table_32_2": (130, 8, 20, 3, 640),
-    "plan/table_32_4": (300, 8, 20, 3, 600),
+    "plan/table_32_4": (300, 8, 256, 8, 64),
     "plan_large/count_8_4": (150, 8, 1024, 15, 64),
     "plan_large/count_16_4": (530, 8, 20, 3, 1000),
 }

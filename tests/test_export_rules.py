@@ -15,7 +15,7 @@ from fake_device import Enqueued, fake, install
 from host_util import described
 from late_device import LateBackend, LateStream
 from problem_util import make_case, random_case
-from test_host_choice import Draw
+from test_host_choice import Draw, large_calls
 
 from cupylora import ops, reference
 from cupylora.compiler.programs import find_program
@@ -148,13 +148,26 @@ def test_rules_of_the_operations_that_c_has(launches: Launches) -> None:
             call()
     assert launches.measured == {
         *("plan_count", "digit_histogram", "digit_scatter", "segment_counts"),
-        *("lora_shrink", "lora_shrink_stream", "lora_shrink_f32"),
+        *("lora_shrink", "lora_shrink_stream", "lora_shrink_wide", "lora_shrink_f32"),
     }
     assert launches.seen >= {
         *("plan_rank", "plan_table", "plan_count", "plan_place", "segment_counts", "segment_fill"),
         *("route_rank", "digit_histogram", "digit_scan", "digit_scatter", "activation"),
         *("lora_shrink", "lora_expand", "lora_shrink_stream", "lora_expand_stream", "finalize"),
         *("lora_cluster", "lora_ring", "lora_shrink_f32", "lora_expand_f32"),
+        *("lora_shrink_wide", "lora_expand_direct", "lora_expand_panel"),
+    }
+
+
+def test_rules_at_the_limits_of_large_batches(launches: Launches) -> None:
+    for line, call in large_calls():
+        rows, _, experts, _, loras, _, _, height = line[1:9]
+        tiles = max(1, min(rows, experts * (loras + 1) + rows // height))
+        launches.known = {"rows": rows, "tile_rows": height, "tile_capacity": tiles}
+        call()
+    assert launches.seen >= {
+        *("lora_shrink_stream", "lora_shrink_wide"),
+        *("lora_expand", "lora_expand_direct", "lora_expand_panel", "lora_expand_stream"),
     }
 
 

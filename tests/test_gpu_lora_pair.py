@@ -41,6 +41,7 @@ DTYPES = ("bfloat16", "float16")
 WIDTHS_IN = (8, 63, 64, 200, 768, 2048, 2880, 4096, 7168, 14336)
 RANKS = (1, 3, 8, 16, 17, 32, 64, 100, 512)
 SMALL, LARGE = 2**31, 0  # borders: everything is a small batch, or a large one
+NEVER = 2**60
 TILE_ROWS = (8, 16, 32, 64)
 
 
@@ -55,8 +56,11 @@ class Pair:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
 
-    def border(self, rows: int) -> None:
+    def border(self, rows: int, *, together: bool = True) -> None:
+        """together: large batches take many ranks in the wide shrink, and B by panels."""
         self._monkeypatch.setattr(_lora_pair, "_STREAM_ROWS", rows)
+        for name in ("_WIDE_ROWS", "_PANEL_ROWS", "_PANEL_ELEMENTS"):
+            self._monkeypatch.setattr(_lora_pair, name, 0 if together else NEVER)
 
     def __call__(
         self,
@@ -108,8 +112,8 @@ def _same_in_every_form(
 ) -> np.ndarray:
     """The result, once all forms and tile sizes have agreed on its bits."""
     results = []
-    for border in (SMALL, LARGE):
-        pair.border(border)
+    for border, together in ((SMALL, False), (LARGE, False), (LARGE, True)):
+        pair.border(border, together=together)
         results += [pair(case, x, y, *args, tile_rows=rows, **options) for rows in TILE_ROWS]
     for result in results[1:]:
         np.testing.assert_array_equal(bits_of(result), bits_of(results[0]))
@@ -157,9 +161,10 @@ def test_every_rank(dtype: str, rank: int, out_features: int, pair: Pair) -> Non
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_their_batch(dtype: str, rank: int, pair: Pair) -> None:
-    """Alone (K split over 16 CTAs), among 64, among 1000 (over 4), among thousands (not split)."""
+    """Alone (K split over 16 CTAs), among 64, among 1000 (over 4), among so many (not split) that
+    large ranks are taken together."""
     rng = np.random.default_rng(3)
-    tokens, width = 9000, 4096
+    tokens, width = 17000, 4096
     module = random_module(rng, (rank, 8), width, 96, 1, dtype)
     x = random_values(rng, (tokens, width), dtype)
     y = random_values(rng, (tokens, 96), dtype)
@@ -285,13 +290,17 @@ def test_many_experts_with_few_rows_each(pair: Pair) -> None:
         assert_close(part, pair_deltas(case, x, module), BOUNDS["bfloat16"])
 
 
-@pytest.mark.parametrize("border", [SMALL, LARGE])
-def test_a_thousand_runs_give_the_same_bits(border: int, pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("border", "together", "rank"), [(SMALL, False, 32), (LARGE, False, 32), (LARGE, True, 64)]
+)
+def test_a_thousand_runs_give_the_same_bits(
+    border: int, together: bool, rank: int, pair: Pair
+) -> None:
     import cupy
 
     rng = np.random.default_rng(10)
     case = random_case(10, 1500, 1, 1, 4)
-    module = random_module(rng, (32, 8, 16, 5), 4096, 1024, 1, "bfloat16")
+    module = random_module(rng, (rank, 8, 16, 5), 4096, 1024, 1, "bfloat16")
     memory = DeviceMemory()
     entries = to_device(build_entries([module], memory.upload, packed=True))
     x = to_device(random_values(rng, (1500, 4096), "bfloat16"))
@@ -299,9 +308,9 @@ def test_a_thousand_runs_give_the_same_bits(border: int, pair: Pair) -> None:
     routing = to_device(_route(case))
     slots = to_device(case.token_to_slot)
     segments = ops.build_segments(routing, slots, max_loras=4, tile_rows=64)
-    size = ops.lora_workspace_bytes(1500, 1, 4096, 32, x.dtype)
+    size = ops.lora_workspace_bytes(1500, 1, 4096, rank, x.dtype)
     workspace = cupy.empty(size, np.uint8)
-    pair.border(border)
+    pair.border(border, together=together)
     first = None
     different = cupy.zeros((), np.int64)
     for _ in range(1000):
@@ -314,7 +323,7 @@ def test_a_thousand_runs_give_the_same_bits(border: int, pair: Pair) -> None:
             entries,
             [LoraSlice(1024)],
             in_features=4096,
-            max_rank=32,
+            max_rank=rank,
             workspace=workspace,
             kernel="pair",
         )

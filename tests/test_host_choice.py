@@ -3,9 +3,11 @@ to the same launches, down to the last byte of their arguments."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from host_util import HOSTS, STRICT, FakeDriver, build, hollow, write_hollow
 from cupylora import ops
 from cupylora.dtypes import DTYPES
 from cupylora.errors import ArgumentError
+from cupylora.ops import _device, _lora_pair
 from cupylora.worklists import (
     SLOT_ENTRY_BYTES,
     TILE_INTS,
@@ -32,6 +35,8 @@ CALLS = 400
 """Of each operation on each device."""
 
 Launch = tuple[str, list[int], bytes]
+Call = tuple[list[Any], Callable[[], object]]
+"""The line for C, and the call for Python."""
 
 DTYPE_NAMES = list(DTYPES)
 ROWS_BY = ("token", "pair", "row")
@@ -45,7 +50,12 @@ BATCH = (
 DEVICES = {
     "H200-like": {"processors": 132, "blocks": 3, "clusters": {1: 396, 2: 198, 4: 96, 8: 40}},
     "tiny": {"processors": 1, "blocks": 5, "clusters": dict.fromkeys((1, 2, 4, 8), 5)},
-    "not Hopper": {"processors": 170, "blocks": 2, "capability": (12, 0)},
+    "not Hopper": {
+        "processors": 170,
+        "blocks": 2,
+        "capability": (12, 0),
+        "shared": (99 * 1024, 100 * 1024),
+    },
 }
 
 
@@ -63,8 +73,7 @@ class Place(FakeArray):
 
 
 class Draw:
-    """Random calls: small and large, aligned and not. Each method is an operation: it gives the
-    line for C and the call for Python."""
+    """Random calls: small and large, aligned and not. Each method is an operation."""
 
     def __init__(self, seed: int) -> None:
         self.pick = random.Random(seed)
@@ -89,6 +98,11 @@ class Draw:
         if self.pick.random() < 0.3:  # where two ways to make the lists are about as quick
             tokens = self.pick.randint(129, 256) // top_k
             loras = max(1, self.pick.randint(100, 3000) // experts - 1)
+        max_rank = self.pick.choice([1, 4, 8, 16, 17, 32, 33, 48, 64, 65, 100, 256, 512])
+        tile_rows = self.pick.choice([0, 0, 8, 16, 32, 64])
+        if self.pick.random() < 0.1:  # where many rows share an adapter of many ranks
+            tokens = self.pick.randint(10_000, 90_000) // top_k
+            max_rank, tile_rows = self.pick.choice([33, 48, 64, 128]), self.pick.choice([0, 32, 64])
         return types.SimpleNamespace(
             tokens=tokens,
             top_k=top_k,
@@ -96,14 +110,16 @@ class Draw:
             start_expert=self.pick.choice([0, 0, 7]),
             max_loras=loras,
             max_active=self.pick.choice([0, 0, 1, 3, 16]),
-            max_rank=self.pick.choice([1, 4, 8, 16, 17, 32, 33, 48, 64, 65, 100, 256, 512]),
-            tile_rows=self.pick.choice([0, 0, 8, 16, 32, 64]),
+            max_rank=max_rank,
+            tile_rows=tile_rows,
             k_major=int(self.pick.random() < 0.3),
         )
 
-    def routed(self) -> tuple[types.SimpleNamespace, Routing, Segments, list[int]]:
-        """A batch, its lists, and both as numbers for C."""
-        b = self.batch()
+    def routed(
+        self, b: types.SimpleNamespace | None = None
+    ) -> tuple[types.SimpleNamespace, Routing, Segments, list[int]]:
+        """A batch, random where it is not given, its lists, and both as numbers for C."""
+        b = b or self.batch()
         rows = b.tokens * b.top_k
         room = segment_capacity(rows, b.experts, b.max_loras)
         height = b.tile_rows or choose_tile_rows(
@@ -125,7 +141,7 @@ class Draw:
         numbers = [getattr(b, name) for name in BATCH] + [p.data.ptr for p in places]
         return b, routing, segments, numbers
 
-    def lists(self) -> tuple[list[Any], Callable[[], object]]:
+    def lists(self) -> Call:
         b, routing, segments, numbers = self.routed()
         ids = self.array((b.tokens, b.top_k), np.int32)
         slots = self.array((b.tokens,), np.int32)
@@ -156,15 +172,27 @@ class Draw:
             at += width + self.pick.choice([0, 0, 8, 3, -width % 8])
         return made, at + self.pick.choice([0, 0, 5, -at % 8])
 
-    def delta(self) -> tuple[list[Any], Callable[[], object]]:
-        b, routing, segments, numbers = self.routed()
+    def delta(self) -> Call:
         dtype = self.pick.choice([0, 0, 0, 1, 2])
-        kind = DTYPES[DTYPE_NAMES[dtype]]
         features = self.size((1, 300), (64, 8192), (1, 20_000)) // self.pick.choice([1, 8]) or 8
-        slices, width = self.slices()
+        kernel = self.pick.choice([0] * 6 + [1, 2, 3])
+        return self.delta_of(self.batch(), dtype, features, *self.slices(), kernel)
+
+    def delta_of(
+        self,
+        b: types.SimpleNamespace,
+        dtype: int,
+        features: int,
+        slices: list[LoraSlice],
+        width: int,
+        kernel: int = 0,
+    ) -> Call:
+        """A call of these sizes; the rest is random."""
+        b, routing, segments, numbers = self.routed(b)
+        kind = DTYPES[DTYPE_NAMES[dtype]]
         rows = b.tokens * b.top_k
         x_rows, y_rows = self.pick.randrange(3), self.pick.choice([1, 2])
-        kernel, settled = self.pick.choice([0] * 6 + [1, 2, 3]), self.pick.randrange(2)
+        settled = self.pick.randrange(2)
         length = b.tokens if x_rows == 0 else rows
         x = self.array((length, features), kind, shift=True)
         y = self.array((rows, width), kind, shift=True)
@@ -194,7 +222,7 @@ class Draw:
             plan_settled=bool(settled),
         )
 
-    def activation(self) -> tuple[list[Any], Callable[[], object]]:
+    def activation(self) -> Call:
         b, routing, _, numbers = self.routed()
         dtype, kind, layout = (self.pick.randrange(n) for n in (3, 4, 3))
         gated = 1 if kind == 3 else self.pick.randrange(2)
@@ -218,7 +246,7 @@ class Draw:
             out=out,
         )
 
-    def finalize(self) -> tuple[list[Any], Callable[[], object]]:
+    def finalize(self) -> Call:
         b, routing, _, numbers = self.routed()
         dtype, bias, by = self.pick.randrange(3), self.pick.randrange(2), self.pick.choice([1, 2])
         hidden, rows = self.size((1, 100), (8, 3000)), b.tokens * b.top_k
@@ -237,15 +265,27 @@ class Draw:
         )
 
 
+@dataclass
+class Launched:
+    """What ops launch, and the bytes of workspace that a LoRA delta asked for last."""
+
+    launches: list[Launch] = field(default_factory=list)
+    scratch: int = 0
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Iterator[list[Launch]]:
-    """What ops launch on a device as the driver has it."""
-    made: list[Launch] = []
+def launched(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Iterator[Launched]:
+    """On a device as the driver has it."""
+    made = Launched()
 
     def enqueue(*args: Any, **options: Any) -> None:
         launch = Enqueued(*args, **options)
         sizes = [launch.grid[0], launch.threads, launch.smem, launch.cluster_size]
-        made.append((launch.name, [*sizes, int(launch.dependent)], launch.packed()))
+        made.launches.append((launch.name, [*sizes, int(launch.dependent)], launch.packed()))
+
+    def scratch(given: Any, size: int, needed_by: str) -> Any:
+        made.scratch = size
+        return _device.workspace(given, size, needed_by)
 
     install(
         monkeypatch,
@@ -255,9 +295,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Iterator[li
         is_hopper=lambda: driver.capability[0] == 9,
         resident_blocks=lambda *_: driver.processors * driver.blocks,
         active_clusters=lambda *args: driver.clusters[args[4]],
-        shared_limit=lambda: 227 * 1024,
-        shared_memory=lambda: (227 * 1024, 228 * 1024),
+        shared_limit=lambda: driver.shared[0],
+        shared_memory=lambda: driver.shared,
     )
+    monkeypatch.setattr(_lora_pair, "scratch", scratch)
     from cupylora.ops import _lora_fused
 
     _lora_fused._settings.cache_clear()
@@ -285,38 +326,90 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> FakeDriver:
     return FakeDriver(tmp_path, hollow(arch), **options)
 
 
+def compare(
+    calls: Iterable[Call],
+    driver: FakeDriver,
+    launched: Launched,
+    programs: dict[str, tuple[Path, Path]],
+) -> set[str]:
+    """Make the calls in Python and in C, which must launch the same; the kernels that served."""
+    export, host = programs[driver.built[0].arch]
+    lines, expected = [], []
+    for line, call in calls:
+        lines.append(" ".join(map(str, line)))
+        before, launched.scratch = len(launched.launches), 0
+        try:
+            call()
+        except ArgumentError:
+            expected.append((1, 0, []))
+        else:
+            expected.append((0, launched.scratch, launched.launches[before:]))
+    done = driver.run([host, export], "\n".join(lines))
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = done.stdout.splitlines()
+    got = iter(driver.launches())
+    for line, answer, (status, scratch, launches) in zip(lines, answers, expected, strict=True):
+        assert answer.split(" ")[0] == str(status), (line, answer)
+        for launch in launches:
+            assert next(got) == launch, (line, answer)
+        if line.startswith("delta") and launches:
+            assert answer.split(" ")[1] == str(scratch), (line, answer)
+    assert next(got, None) is None
+    return {name for _, _, launches in expected for name, _, _ in launches}
+
+
 @pytest.mark.parametrize("operation", ["lists", "delta", "activation", "finalize"])
 def test_c_launches_what_python_launches(
     operation: str,
     driver: FakeDriver,
-    launched: list[Launch],
+    launched: Launched,
     programs: dict[str, tuple[Path, Path]],
 ) -> None:
-    export, host = programs[driver.built[0].arch]
     draw = Draw(11)
-    lines, expected = [], []
-    for _ in range(CALLS):
-        line, call = getattr(draw, operation)()
-        lines.append(" ".join(map(str, line)))
-        before = len(launched)
-        try:
-            call()
-        except ArgumentError:
-            expected.append((1, []))
-        else:
-            expected.append((0, launched[before:]))
-    done = driver.run([host, export], "\n".join(lines))
-    assert done.returncode == 0, done.stdout + done.stderr
-    answers = done.stdout.splitlines()
-    assert len(answers) == CALLS
-    got = iter(driver.launches())
-    for line, answer, (status, launches) in zip(lines, answers, expected, strict=True):
-        assert answer.split(" ")[0] == str(status), (line, answer)
-        for launch in launches:
-            assert next(got) == launch, (line, answer)
-    assert next(got, None) is None
-    served = {launch[0].rpartition("/")[0] for _, launches in expected for launch in launches}
+    calls = (getattr(draw, operation)() for _ in range(CALLS))
+    served = {name.rpartition("/")[0] for name in compare(calls, driver, launched, programs)}
     assert served >= PROGRAMS[operation] - (HOPPER if driver.capability[0] != 9 else set())
+
+
+WIDE = ((4, 32), (4, 64), (8, 32), (8, 64))
+
+
+def large_calls() -> Iterator[Call]:
+    """Deltas of large batches: each size that a rule asks for, and the one next to it."""
+    draw, pair = Draw(17), _lora_pair
+    sizes = (pair._STREAM_ROWS * 2, pair._WIDE_ROWS - 1, pair._WIDE_ROWS, 3 * pair._WIDE_ROWS)
+    ranks = (pair._WIDE_RANK - 1, pair._WIDE_RANK, pair._STREAM_RANK, pair._STREAM_RANK + 1, 128)
+    longest = pair._MOST_CHUNKS * pair._CHUNK
+    features = (64, 1536, 4096, 65_536, 66_560, longest, longest + 1)
+    for rows, rank, width, height, count, less in itertools.product(
+        sizes, ranks, features, (16, 32, 64), (1, 2, 3), (0, 1)
+    ):
+        batch = types.SimpleNamespace(
+            tokens=rows,
+            top_k=1,
+            experts=1,
+            start_expert=0,
+            max_loras=4,
+            max_active=0,
+            max_rank=rank,
+            tile_rows=height,
+            k_major=0,
+        )
+        columns = -(-pair._PANEL_ELEMENTS // rows) - less
+        parts = [columns - 100 * (count - 1), *[100] * (count - 1)]
+        starts = itertools.accumulate([0, *parts[:-1]])
+        slices = [LoraSlice(part, at) for part, at in zip(parts, starts, strict=True)]
+        yield draw.delta_of(batch, draw.pick.choice([0, 1]), width, slices, columns)
+
+
+def test_c_chooses_as_python_does_at_the_limits_of_large_batches(
+    driver: FakeDriver, launched: Launched, programs: dict[str, tuple[Path, Path]]
+) -> None:
+    served = compare(large_calls(), driver, launched, programs)
+    for dtype in ("bfloat16", "float16"):
+        assert served >= {f"lora_shrink_wide_{dtype}/{tiles}_{rows}" for tiles, rows in WIDE}
+        for name in ("shrink_stream", "expand", "expand_direct", "expand_stream", "expand_panel"):
+            assert any(found.startswith(f"lora_{name}_{dtype}/") for found in served), name
 
 
 HOPPER = {"lora_cluster_bfloat16", "lora_ring_bfloat16"}
@@ -327,6 +420,7 @@ PROGRAMS = {
         "lora_f32",
         *(f"lora_{half}_bfloat16" for half in ("shrink", "expand")),
         *(f"lora_{half}_stream_bfloat16" for half in ("shrink", "expand")),
+        *("lora_shrink_wide_bfloat16", "lora_expand_panel_bfloat16"),
     },
     "activation": {"rows", "rows_unaligned"},
     "finalize": {"rows", "rows_unaligned"},

@@ -27,12 +27,12 @@ struct __align__(8) ExpandArgs {
   i32 num_slices, max_loras, start_expert;
   i32 max_rank;
   i32 rank_pitch, splits;
-  i32 parts;          // small: of a tile's rows, over warps
+  i32 parts;          // small: of a tile's rows, over warps; panel: of all tiles, over CTAs
   i32 block_columns;  // small: that a warp takes for one reading of h
   i32 slots;          // stream: of the ring
   i32 b_bytes;        // stream: room for B in a slot
   i32 y_vector;       // every slice's columns lie in aligned 16-byte pieces
-  i32 unused;
+  i32 tile_rows;      // panel: most of a tile
   SliceColumns slices;
 
   __device__ __forceinline__ RowMap rows() const {

@@ -11,15 +11,13 @@
 //
 // Lists are fetched an item ahead, and A before the kernel ahead has ended where the work list is
 // known to be complete.
-#include "lora/shrink.cuh"
-#include "mma/mma.cuh"
+#include "lora/shrink_chunks.cuh"
 
 namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kCopyRows = 4;  // lines of 128 bytes that a warp copies at a time
-constexpr i32 kNoRank = 1 << 30;
 
 // R: rows of a part. Two slots a warp: more, or more rows, leave room for fewer warps, and it is by
 // their number that the memory is kept busy.
@@ -35,64 +33,13 @@ struct StreamShape {
   static constexpr u32 kSumPitch = (MT * kRankTile + 4) * 4;
 };
 
-// Piece `index` of a line of a slot: lines of different parity use different halves of the banks in
-// a load of 8 lanes.
-__device__ __forceinline__ u32 slot_piece(i32 line, i32 index) {
-  return line * kChunkBytes + ((index ^ ((line & 1) << 2)) << 4);
+// A warp's share of the ranges of an item: a power of two, maybe none.
+__device__ __forceinline__ RangeShare warp_share(const ShrinkArgs& args, const KOrder& order,
+                                                 i32 split) {
+  const i32 ranges = order.ranges / args.splits, warp = threadIdx.x / kWarp;
+  const i32 count = max_int(1, ranges / kWarps);
+  return RangeShare{split * ranges + warp * count, warp * count < ranges ? count : 0};
 }
-
-// The ranges of an item, and of a warp's share of them: a power of two, maybe none.
-struct RangeShare {
-  i32 first, count;
-
-  __device__ __forceinline__ RangeShare(const ShrinkArgs& args, const KOrder& order, i32 split) {
-    const i32 ranges = order.ranges / args.splits, warp = threadIdx.x / kWarp;
-    count = max_int(1, ranges / kWarps);
-    first = split * ranges + warp * count;
-    if (warp * count >= ranges) count = 0;
-  }
-};
-
-// The chunks of a warp's share, in the order of the sums: range by range, chain by chain.
-struct Chunks {
-  i32 range, last_range;
-  i32 first, end;  // of the range
-  i32 chain, chunk;
-
-  Chunks() = default;
-  __device__ __forceinline__ Chunks(const KOrder& order, const RangeShare& share) {
-    range = share.first;
-    last_range = share.first + share.count;
-    enter(order);
-  }
-  __device__ __forceinline__ bool left() const { return range < last_range; }
-  __device__ __forceinline__ void next(const KOrder& order) {
-    chunk += kChains;
-    if (chunk < end) return;
-    chunk = ++chain;
-    if (chain < min_int(end, first + kChains)) return;
-    ++range;
-    enter(order);
-  }
-
- private:
-  // Ranges beyond the last chunk are empty.
-  __device__ __forceinline__ void enter(const KOrder& order) {
-    first = order.first(range);
-    end = order.first(range + 1);
-    chain = chunk = first;
-    if (first == end) range = last_range;
-  }
-};
-
-// What the lists say of a work item.
-struct Work {
-  ShrinkItem item;
-  Tile tile;
-
-  __device__ __forceinline__ Work(const ShrinkArgs& args, u32 at)
-      : item(args, at), tile(item.record->head) {}
-};
 
 // What a warp copies into its slots, a chunk at a time. Walks the work items ahead of the products;
 // the lists of the item after the next are under way.
@@ -198,7 +145,7 @@ struct Source {
       found = next_found;
       factors = next_factors;
       if (at + gridDim.x < items) look_up(args, at + gridDim.x);
-      chunks = Chunks(order, RangeShare(args, order, item.split));
+      chunks = Chunks(order, warp_share(args, order, item.split));
       if (rows <= 0 || !chunks.left() || factors.left_for(args, group, MT) <= 0) continue;
       find_a(args);
       return;
@@ -295,49 +242,6 @@ struct Slots {
     const u32 slot = base + use_at * Shape::kSlotBytes;
     use_at = use_at + 1 == Shape::kSlots ? 0 : use_at + 1;
     return slot;
-  }
-};
-
-// The binary tree over ranges (k_order.cuh) of a warp's product tiles; its levels lie in shared
-// memory, 16 bytes a lane and tile, since they are touched once a range.
-template <int kTiles>
-struct Tree {
-  u32 base;  // of this lane
-  i32 levels;
-
-  // Leaf 0, 1, ...; after 2^n of them `value` is their sum.
-  __device__ __forceinline__ void add(i32 leaf, float (&value)[kTiles][4]) const {
-    i32 level = 0;
-    u32 place = base;
-#pragma unroll 1
-    for (; level < levels && ((leaf >> level) & 1); ++level) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i, place += kWarp * 16) {
-        const uint4 left = load16_shared(place);
-        value[i][0] = __uint_as_float(left.x) + value[i][0];
-        value[i][1] = __uint_as_float(left.y) + value[i][1];
-        value[i][2] = __uint_as_float(left.z) + value[i][2];
-        value[i][3] = __uint_as_float(left.w) + value[i][3];
-      }
-    }
-    if (level == levels) return;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i, place += kWarp * 16) {
-      store16_shared(place, make_uint4(__float_as_uint(value[i][0]), __float_as_uint(value[i][1]),
-                                       __float_as_uint(value[i][2]), __float_as_uint(value[i][3])));
-    }
-  }
-};
-
-// A unit's A of 16 ranks: of the two products.
-struct UnitA {
-  Quad first, second;
-
-  // `line`: the address of rank g's piece.
-  __device__ __forceinline__ UnitA(u32 line, u32 zero) {
-    const uint4 top = load16_shared(line), bottom = load16_shared(line + 8 * kChunkBytes);
-    first = Quad(make_uint2(top.x, top.y), make_uint2(bottom.x, bottom.y), zero);
-    second = Quad(make_uint2(top.z, top.w), make_uint2(bottom.z, bottom.w), zero);
   }
 };
 
@@ -468,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 2) lora_shrink_stream(ShrinkArgs arg
     const SliceFactors factors(args, work.tile);
     const i32 rows = min_int(Shape::kRows, work.tile.rows - work.item.part * Shape::kRows);
     if (rows <= 0 || factors.left_for(args, work.item.group, MT) <= 0) continue;
-    const RangeShare share(args, order, work.item.split);
+    const RangeShare share = warp_share(args, order, work.item.split);
     float sum[Shape::kTiles][4];
     const u32 place = places + warp * place_bytes;
     sum_share<T, MT, R>(sum, slots, share, place);

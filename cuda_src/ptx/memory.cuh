@@ -147,6 +147,11 @@ __device__ __forceinline__ u32 load4_shared(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address));
   return v;
 }
+__device__ __forceinline__ u16 load2_shared(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ void store2_shared(u32 address, u16 v) {
   asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(address), "h"(v) : "memory");
 }

@@ -93,7 +93,7 @@ PROGRAMS: tuple[KernelProgram, ...] = (
         ),
     ),
     # The pair: shrink by rank tiles of 16 that go together and rows of a tile's part, expand by the
-    # latter; of large batches ("direct" and "stream") by rank steps of 16.
+    # latter; of large batches the expands ("direct", "panel", "stream") by rank steps of 16.
     *(
         KernelProgram(
             name=f"lora_shrink_{dtype}",
@@ -124,6 +124,27 @@ PROGRAMS: tuple[KernelProgram, ...] = (
                 f"{ranks}_{rows}": f"lora_shrink_stream<{cpp}, {ranks}, {rows}>"
                 for ranks, rows in ((1, 16), (1, 32), (2, 16), (2, 32), (4, 16))
             },
+            matrix=True,
+        )
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    *(
+        KernelProgram(
+            name=f"lora_shrink_wide_{dtype}",
+            source="lora/shrink_wide.cu",
+            kernels={
+                f"{ranks}_{rows}": f"lora_shrink_wide<{cpp}, {ranks}, {rows}>"
+                for ranks, rows in ((4, 32), (4, 64), (8, 32), (8, 64))
+            },
+            matrix=True,
+        )
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    *(
+        KernelProgram(
+            name=f"lora_expand_panel_{dtype}",
+            source="lora/expand_panel.cu",
+            kernels=instances(f"lora_expand_panel<{cpp}, {{steps}}>", steps=(4,)),
             matrix=True,
         )
         for dtype, cpp in _MATRIX_DTYPES.items()

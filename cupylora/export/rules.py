@@ -147,6 +147,15 @@ RULES: Mapping[str, Rule] = {
         workspace=_H,
         max_rank="512",
     ),
+    "lora_shrink_wide": Rule(
+        "min(tile_capacity * rank_groups * splits * parts, resident)",
+        "256",
+        "pick(t0 > 4, pick(t1 > 32, 4, 3), 4) * (t1 + t0 * 16) * 128 + 8 * sum_bytes"
+        " + round_up(ceil_div(in_features, 64) * 2, 16)",
+        dependent=True,
+        workspace=_H,
+        max_rank="512",
+    ),
     "lora_expand": Rule(
         "min(ceil_div(tile_capacity * column_blocks * parts, 4), resident)",
         "128",
@@ -156,6 +165,13 @@ RULES: Mapping[str, Rule] = {
     "lora_expand_direct": Rule(
         "min(ceil_div(tile_capacity * column_blocks, 4), resident)",
         "128",
+        dependent=True,
+        max_rank="t0 * 16",
+    ),
+    "lora_expand_panel": Rule(
+        "column_blocks * parts",
+        "128",
+        "(splits + 1) * tile_rows * t0 * 64 + 16384",
         dependent=True,
         max_rank="t0 * 16",
     ),

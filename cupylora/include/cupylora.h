@@ -520,7 +520,9 @@ typedef struct cupylora_i_plan {
 } cupylora_i_plan;
 
 static int64_t cupylora_i_table_cost(int64_t keys, const int64_t* shape) {
-  return 400 + keys * 45 / 128 + keys * shape[0] / 64 + shape[1] * 150;
+  const int64_t many = cupylora_i_max(0, shape[0] * shape[1] * 32 - CUPYLORA_TABLE_PAIRS);
+  return 400 + keys * 45 / 128 + keys * shape[0] / 64 + shape[1] * 150 +
+         many * CUPYLORA_TABLE_PAIR_COST;
 }
 
 static void cupylora_i_ranked(int64_t pairs, cupylora_i_plan* plan) {
@@ -557,10 +559,11 @@ static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, in
                                               int64_t shared) {
   const int64_t most = cupylora_i_min(shared, CUPYLORA_MOST_SHARED);
   const int64_t* best = NULL;
-  cupylora_i_plan plan;
+  cupylora_i_plan plan, large;
   int i;
   memset(&plan, 0, sizeof plan);
   plan.way = CUPYLORA_I_SORTED, plan.cost = CUPYLORA_NO_COST;
+  large = plan;
   if (pairs * divisor >= INT64_C(1) << 32) return plan;
   for (i = 0; i < CUPYLORA_PLAN_TABLES_ROWS; ++i) {
     const int64_t* shape = cupylora_plan_tables[i];
@@ -574,8 +577,11 @@ static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, in
       (pairs <= CUPYLORA_RANK_MOST &&
        (best == NULL || 150 + pairs * pairs / 32 < cupylora_i_table_cost(keys, best)))) {
     cupylora_i_ranked(pairs, &plan);
-  } else if (best == NULL) {
-    cupylora_i_large(pairs, keys, most, &plan);
+    return plan;
+  }
+  cupylora_i_large(pairs, keys, most, &large);
+  if (best == NULL || large.cost <= cupylora_i_table_cost(keys, best)) {
+    plan = large;
   } else {
     plan.way = CUPYLORA_I_TABLE;
     plan.a = (int)best[0], plan.b = (int)best[1];
@@ -586,6 +592,77 @@ static cupylora_i_plan cupylora_i_choose_plan(int64_t pairs, int64_t divisor, in
     plan.cost = cupylora_i_table_cost(keys, best);
   }
   return plan;
+}
+
+/* --- Sizes of a batch and of its lists ------------------------------------------------------- */
+
+static int64_t cupylora_i_rows(const cupylora_batch* b) { return (int64_t)b->tokens * b->top_k; }
+
+int32_t cupylora_tile_rows(const cupylora_batch* batch) {
+  if (batch == NULL || batch->tile_rows != 0) return batch == NULL ? 0 : batch->tile_rows;
+  return cupylora_i_tile_rows(cupylora_i_rows(batch), batch->experts, batch->max_active,
+                              batch->max_rank);
+}
+
+static int64_t cupylora_i_segments(const cupylora_batch* b) {
+  return cupylora_i_segment_capacity(cupylora_i_rows(b), b->experts, b->max_loras);
+}
+
+static int64_t cupylora_i_tiles(const cupylora_batch* b) {
+  return cupylora_i_tile_capacity(cupylora_i_rows(b), cupylora_i_segments(b),
+                                  cupylora_tile_rows(b));
+}
+
+static cupylora_status cupylora_i_check_batch(const cupylora_batch* batch, cupylora_error* error) {
+  CUPYLORA_I_NEED(batch != NULL, "batch is NULL");
+  CUPYLORA_I_RANGE(batch->tokens, 0, INT32_MAX);
+  CUPYLORA_I_RANGE(batch->top_k, 1, INT32_MAX);
+  CUPYLORA_I_NEED(cupylora_i_rows(batch) <= CUPYLORA_MAX_ROWS, "the batch has over %d rows",
+                  CUPYLORA_MAX_ROWS);
+  CUPYLORA_I_RANGE(batch->experts, 1, CUPYLORA_MAX_EXPERTS);
+  CUPYLORA_I_RANGE(batch->start_expert, 0, INT32_MAX);
+  CUPYLORA_I_RANGE(batch->max_loras, 1, CUPYLORA_MAX_LORAS);
+  CUPYLORA_I_RANGE(batch->max_active, 0, INT32_MAX);
+  CUPYLORA_I_RANGE(batch->max_rank, 1, CUPYLORA_MAX_RANK);
+  CUPYLORA_I_RANGE(batch->k_major, 0, 1);
+  CUPYLORA_I_NEED(batch->tile_rows == 0 || batch->tile_rows == 8 || batch->tile_rows == 16 ||
+                      batch->tile_rows == 32 || batch->tile_rows == 64,
+                  "batch->tile_rows is %d; 8, 16, 32, 64 or 0 is needed", batch->tile_rows);
+  return CUPYLORA_OK;
+}
+
+/* Places of the lists from `address` on, in the order of cupylora_lists, and their end. */
+static void cupylora_i_lists(const cupylora_batch* b, uint64_t address, uint64_t places[10]) {
+  const int64_t rows = cupylora_i_rows(b), segments = cupylora_i_segments(b);
+  const int64_t tiles = cupylora_i_tiles(b) * CUPYLORA_TILE_INTS, offsets = 2 * b->experts + 2;
+  const int64_t ints[] = {rows, rows, offsets, segments + 1, segments, segments, 1, 1, tiles};
+  int i;
+  for (i = 0; i < 9; ++i) {
+    places[i] = address;
+    address += (uint64_t)cupylora_i_up(ints[i] * 4, 256);
+  }
+  places[9] = address;
+}
+
+cupylora_status cupylora_lists_bytes(const cupylora_batch* batch, uint64_t* bytes,
+                                     cupylora_error* error) {
+  uint64_t places[10];
+  CUPYLORA_I_NEED(bytes != NULL, "bytes is NULL");
+  CUPYLORA_I_TRY(cupylora_i_check_batch(batch, error));
+  cupylora_i_lists(batch, 0, places);
+  *bytes = places[9];
+  return cupylora_i_ok(error);
+}
+
+cupylora_status cupylora_lists_at(const cupylora_batch* batch, uint64_t address,
+                                  cupylora_lists* lists, cupylora_error* error) {
+  uint64_t places[10];
+  CUPYLORA_I_NEED(lists != NULL, "lists is NULL");
+  CUPYLORA_I_NEED(address != 0 && address % 16 == 0, "address is 0 or not aligned to 16 bytes");
+  CUPYLORA_I_TRY(cupylora_i_check_batch(batch, error));
+  cupylora_i_lists(batch, address, places);
+  memcpy(lists, places, sizeof *lists);
+  return cupylora_i_ok(error);
 }
 
 #include "cupylora_plan.h"

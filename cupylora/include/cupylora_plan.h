@@ -176,6 +176,17 @@ typedef struct cupylora_i_hidden {
   int group_tiles;
 } cupylora_i_hidden;
 
+/* Groups of so many rank tiles, of all slices. */
+static int64_t cupylora_i_groups(const cupylora_i_work* w, int64_t tiles) {
+  return cupylora_i_ceil(w->num_slices * cupylora_i_ceil(w->max_rank, CUPYLORA_RANK_TILE), tiles);
+}
+
+/* Whether the wide shrink serves, where there is shared memory for it. */
+static int cupylora_i_is_wide(const cupylora_i_work* w) {
+  return w->max_rank >= CUPYLORA_WIDE_RANK && w->rows >= CUPYLORA_WIDE_ROWS &&
+         cupylora_i_ceil(w->in_features, CUPYLORA_PAIR_CHUNK) <= CUPYLORA_MOST_CHUNKS;
+}
+
 /* Rows of a part of a tile in the stream shrink. */
 static int64_t cupylora_i_stream_part(int tiles, int64_t tile_rows) {
   const int64_t most = CUPYLORA_PART_TOKENS / cupylora_i_max(2, tiles);
@@ -192,7 +203,7 @@ static cupylora_i_hidden cupylora_i_hidden_of(const cupylora_i_work* w, int floa
   tiles = cupylora_i_min(w->rows, w->experts);
   if (w->rows >= CUPYLORA_STREAM_ROWS) {
     const int64_t part = cupylora_i_stream_part(h.group_tiles, CUPYLORA_PART_TOKENS);
-    tiles = cupylora_i_max(cupylora_i_ceil(w->rows, part), tiles);
+    tiles = cupylora_i_ceil(w->rows, part) + tiles / 2; /* an expert's last tile is a partial one */
     most = cupylora_i_min(CUPYLORA_STREAM_SPLITS, ranges / CUPYLORA_STREAM_RANGES);
     most = cupylora_i_min(most, CUPYLORA_STREAM_ITEMS / (tiles * h.groups));
   } else {
@@ -244,77 +255,6 @@ static cupylora_i_items cupylora_i_row_items(int64_t rows, int64_t width, int it
   items.threads = warps <= CUPYLORA_FEW_WARPS ? CUPYLORA_SMALL_THREADS : CUPYLORA_LARGE_THREADS;
   items.grid = cupylora_i_ceil(warps * 32, items.threads);
   return items;
-}
-
-/* --- Sizes of a batch and of its lists ------------------------------------------------------- */
-
-static int64_t cupylora_i_rows(const cupylora_batch* b) { return (int64_t)b->tokens * b->top_k; }
-
-int32_t cupylora_tile_rows(const cupylora_batch* batch) {
-  if (batch == NULL || batch->tile_rows != 0) return batch == NULL ? 0 : batch->tile_rows;
-  return cupylora_i_tile_rows(cupylora_i_rows(batch), batch->experts, batch->max_active,
-                              batch->max_rank);
-}
-
-static int64_t cupylora_i_segments(const cupylora_batch* b) {
-  return cupylora_i_segment_capacity(cupylora_i_rows(b), b->experts, b->max_loras);
-}
-
-static int64_t cupylora_i_tiles(const cupylora_batch* b) {
-  return cupylora_i_tile_capacity(cupylora_i_rows(b), cupylora_i_segments(b),
-                                  cupylora_tile_rows(b));
-}
-
-static cupylora_status cupylora_i_check_batch(const cupylora_batch* batch, cupylora_error* error) {
-  CUPYLORA_I_NEED(batch != NULL, "batch is NULL");
-  CUPYLORA_I_RANGE(batch->tokens, 0, INT32_MAX);
-  CUPYLORA_I_RANGE(batch->top_k, 1, INT32_MAX);
-  CUPYLORA_I_NEED(cupylora_i_rows(batch) <= CUPYLORA_MAX_ROWS, "the batch has over %d rows",
-                  CUPYLORA_MAX_ROWS);
-  CUPYLORA_I_RANGE(batch->experts, 1, CUPYLORA_MAX_EXPERTS);
-  CUPYLORA_I_RANGE(batch->start_expert, 0, INT32_MAX);
-  CUPYLORA_I_RANGE(batch->max_loras, 1, CUPYLORA_MAX_LORAS);
-  CUPYLORA_I_RANGE(batch->max_active, 0, INT32_MAX);
-  CUPYLORA_I_RANGE(batch->max_rank, 1, CUPYLORA_MAX_RANK);
-  CUPYLORA_I_RANGE(batch->k_major, 0, 1);
-  CUPYLORA_I_NEED(batch->tile_rows == 0 || batch->tile_rows == 8 || batch->tile_rows == 16 ||
-                      batch->tile_rows == 32 || batch->tile_rows == 64,
-                  "batch->tile_rows is %d; 8, 16, 32, 64 or 0 is needed", batch->tile_rows);
-  return CUPYLORA_OK;
-}
-
-/* Places of the lists from `address` on, in the order of cupylora_lists, and their end. */
-static void cupylora_i_lists(const cupylora_batch* b, uint64_t address, uint64_t places[10]) {
-  const int64_t rows = cupylora_i_rows(b), segments = cupylora_i_segments(b);
-  const int64_t tiles = cupylora_i_tiles(b) * CUPYLORA_TILE_INTS, offsets = 2 * b->experts + 2;
-  const int64_t ints[] = {rows, rows, offsets, segments + 1, segments, segments, 1, 1, tiles};
-  int i;
-  for (i = 0; i < 9; ++i) {
-    places[i] = address;
-    address += (uint64_t)cupylora_i_up(ints[i] * 4, 256);
-  }
-  places[9] = address;
-}
-
-cupylora_status cupylora_lists_bytes(const cupylora_batch* batch, uint64_t* bytes,
-                                     cupylora_error* error) {
-  uint64_t places[10];
-  CUPYLORA_I_NEED(bytes != NULL, "bytes is NULL");
-  CUPYLORA_I_TRY(cupylora_i_check_batch(batch, error));
-  cupylora_i_lists(batch, 0, places);
-  *bytes = places[9];
-  return cupylora_i_ok(error);
-}
-
-cupylora_status cupylora_lists_at(const cupylora_batch* batch, uint64_t address,
-                                  cupylora_lists* lists, cupylora_error* error) {
-  uint64_t places[10];
-  CUPYLORA_I_NEED(lists != NULL, "lists is NULL");
-  CUPYLORA_I_NEED(address != 0 && address % 16 == 0, "address is 0 or not aligned to 16 bytes");
-  CUPYLORA_I_TRY(cupylora_i_check_batch(batch, error));
-  cupylora_i_lists(batch, address, places);
-  memcpy(lists, places, sizeof *lists);
-  return cupylora_i_ok(error);
 }
 
 /* --- Launches -------------------------------------------------------------------------------- */
@@ -705,38 +645,126 @@ static cupylora_status cupylora_i_plan_half(cupylora_i_build* w, int64_t items, 
   return CUPYLORA_OK;
 }
 
-/* Shared memory of the stream shrink for a warp's sums. */
-static int64_t cupylora_i_sum_bytes(int tiles, int64_t rows, int64_t ranges) {
-  const int64_t ranks = tiles * CUPYLORA_RANK_TILE;
-  const int64_t levels = cupylora_i_log2(cupylora_i_max(1, ranges / CUPYLORA_SHRINK_WARPS));
-  return cupylora_i_max(levels * rows * ranks * 4, rows * (ranks + 4) * 4);
+/* A shrink's instance and what its launch follows from: rank tiles of a group, rows of a part of a
+ * tile, both counted, shared memory for a warp's sums and in all. */
+typedef struct cupylora_i_shrink {
+  int64_t tiles, part, groups, parts, sum_bytes, shared;
+} cupylora_i_shrink;
+
+static cupylora_i_shrink cupylora_i_shrink_of(const cupylora_i_work* work, int64_t tiles,
+                                              int64_t part) {
+  cupylora_i_shrink s = {0, 0, 0, 0, 0, 0};
+  s.tiles = tiles, s.groups = cupylora_i_groups(work, tiles);
+  s.part = part, s.parts = cupylora_i_ceil(work->tile_rows, part);
+  return s;
 }
 
+/* The levels of a warp's K tree, in whose place its sums go to the other warps, and its slots. */
+static cupylora_i_shrink cupylora_i_stream_shrink(const cupylora_i_work* work,
+                                                  const cupylora_i_hidden* h) {
+  const int64_t part = cupylora_i_stream_part(h->group_tiles, work->tile_rows);
+  const int64_t ranks = h->group_tiles * CUPYLORA_RANK_TILE;
+  const int64_t ranges = cupylora_i_k_ranges(work->in_features) / h->splits;
+  const int64_t levels = cupylora_i_log2(cupylora_i_max(1, ranges / CUPYLORA_SHRINK_WARPS));
+  const int64_t slots = CUPYLORA_SHRINK_SLOTS * (part + ranks) * CUPYLORA_CHUNK_BYTES;
+  cupylora_i_shrink s = cupylora_i_shrink_of(work, h->group_tiles, part);
+  s.sum_bytes = cupylora_i_max(levels * part * ranks * 4, part * (ranks + 4) * 4);
+  s.shared = CUPYLORA_SHRINK_WARPS * (slots + s.sum_bytes);
+  return s;
+}
+
+/* The slots of all warps, the levels of each one's K tree, the list of chunks. */
+static cupylora_i_shrink cupylora_i_wide_shrink(const cupylora_i_work* work,
+                                                const cupylora_i_hidden* h) {
+  const int many = cupylora_i_groups(work, CUPYLORA_WIDE_TILES) > 1;
+  const int is_short = work->tile_rows <= CUPYLORA_SHORT_PART;
+  const int64_t tiles = many ? CUPYLORA_MOST_WIDE_TILES : CUPYLORA_WIDE_TILES;
+  const int64_t part = is_short ? CUPYLORA_SHORT_PART : CUPYLORA_WIDE_PART;
+  const int64_t levels = cupylora_i_log2(cupylora_i_k_ranges(work->in_features) / h->splits);
+  const int64_t chunks = cupylora_i_ceil(work->in_features, CUPYLORA_PAIR_CHUNK);
+  const int64_t slots = many && is_short ? CUPYLORA_FEW_WIDE_SLOTS : CUPYLORA_WIDE_SLOTS;
+  cupylora_i_shrink s = cupylora_i_shrink_of(work, tiles, part);
+  s.sum_bytes = levels * (tiles * part / (CUPYLORA_WIDE_WARPS * 8)) * CUPYLORA_PRODUCT_BYTES;
+  s.shared = slots * (part + tiles * CUPYLORA_RANK_TILE) * CUPYLORA_CHUNK_BYTES;
+  s.shared += CUPYLORA_WIDE_WARPS * s.sum_bytes + cupylora_i_up(chunks * CUPYLORA_CHUNK_ENTRY, 16);
+  return s;
+}
+
+static int64_t cupylora_i_shrink_items(const cupylora_i_work* work, const cupylora_i_hidden* h,
+                                       const cupylora_i_shrink* s) {
+  return work->tile_capacity * s->parts * s->groups * h->splits;
+}
+
+static int cupylora_i_shrink_fits(const cupylora_i_build* w, const cupylora_i_work* work,
+                                  const cupylora_i_hidden* h, const cupylora_i_shrink* s) {
+  return s->shared <= w->c->shared_block - CUPYLORA_RESERVED_BYTES &&
+         cupylora_i_shrink_items(work, h, s) < CUPYLORA_PAIR_ITEM_LIMIT;
+}
+
+/* The shrink of large batches, the wide one if it can, or the other. */
 static cupylora_status cupylora_i_plan_shrink(cupylora_i_build* w, const cupylora_delta* d,
                                               const cupylora_i_work* work,
                                               const cupylora_i_hidden* h) {
-  const int64_t ranges = cupylora_i_k_ranges(d->in_features) / h->splits;
-  const int tiles = h->group_tiles;
-  const int64_t items = work->tile_capacity * h->groups * h->splits;
-  int64_t part = cupylora_i_stream_part(tiles, work->tile_rows);
-  int64_t parts = cupylora_i_ceil(work->tile_rows, part);
-  const int64_t place = cupylora_i_sum_bytes(tiles, part, ranges);
-  const int64_t slots =
-      CUPYLORA_SHRINK_SLOTS * (part + tiles * CUPYLORA_RANK_TILE) * CUPYLORA_CHUNK_BYTES;
-  const int64_t shared = CUPYLORA_SHRINK_WARPS * (slots + place);
-  if (work->rows >= CUPYLORA_STREAM_ROWS && items * parts < CUPYLORA_PAIR_ITEM_LIMIT &&
-      shared <= w->c->shared_block - CUPYLORA_RESERVED_BYTES) {
-    CUPYLORA_I_SET(w, parts, parts);
-    CUPYLORA_I_SET(w, sum_bytes, place);
-    CUPYLORA_I_TRY(cupylora_i_find(w, "lora_shrink_stream", d->dtype, "%d_%d", tiles, (int)part));
-    return cupylora_i_plan_half(w, items * parts, CUPYLORA_PAIR_THREADS, shared);
+  const int64_t least = cupylora_i_min(CUPYLORA_PART_ROWS, work->tile_rows);
+  const char* program = "lora_shrink";
+  int64_t threads = CUPYLORA_PAIR_THREADS;
+  cupylora_i_shrink s = cupylora_i_shrink_of(work, h->group_tiles, least);
+  if (work->rows >= CUPYLORA_STREAM_ROWS) {
+    const cupylora_i_shrink wide = cupylora_i_wide_shrink(work, h);
+    const cupylora_i_shrink stream = cupylora_i_stream_shrink(work, h);
+    if (work->tile_rows >= CUPYLORA_SHORT_PART && cupylora_i_is_wide(work) &&
+        cupylora_i_shrink_fits(w, work, h, &wide)) {
+      program = "lora_shrink_wide", s = wide, threads = CUPYLORA_WIDE_THREADS;
+    } else if (cupylora_i_shrink_fits(w, work, h, &stream)) {
+      program = "lora_shrink_stream", s = stream;
+    }
   }
-  part = cupylora_i_min(CUPYLORA_PART_ROWS, work->tile_rows);
-  parts = work->tile_rows / part;
+  CUPYLORA_I_SET(w, parts, s.parts);
+  CUPYLORA_I_SET(w, rank_groups, s.groups);
+  CUPYLORA_I_SET(w, sum_bytes, s.sum_bytes);
+  CUPYLORA_I_TRY(cupylora_i_find(w, program, d->dtype, "%d_%d", (int)s.tiles, (int)s.part));
+  return cupylora_i_plan_half(w, cupylora_i_shrink_items(work, h, &s), threads, s.shared);
+}
+
+/* Shared memory of the expand that keeps B in registers; 0 where it does not serve. */
+static int64_t cupylora_i_panel_bytes(const cupylora_i_build* w, const cupylora_i_work* work,
+                                      const cupylora_i_hidden* h) {
+  const int64_t ranks = cupylora_i_rank_tiles(work->max_rank) * CUPYLORA_RANK_TILE;
+  const int64_t hidden = (h->splits + 1) * work->tile_rows * ranks * 4;
+  const int64_t room = w->c->shared_block - CUPYLORA_PANEL_RESERVED;
+  if (work->tile_rows < CUPYLORA_PANEL_ROWS || work->rows * work->width < CUPYLORA_PANEL_ELEMENTS ||
+      hidden + CUPYLORA_PANEL_Y_BYTES > room) {
+    return 0;
+  }
+  return hidden + CUPYLORA_PANEL_Y_BYTES;
+}
+
+/* Runs of tiles for each panel: as many as fill the resident blocks, or some times as many, where
+ * an eighth of the device would have nothing to do. */
+static int64_t cupylora_i_panel_parts(int64_t panels, int64_t resident) {
+  int64_t parts = 0, rounds;
+  for (rounds = 1; rounds <= CUPYLORA_PANEL_ROUNDS; ++rounds) {
+    parts = rounds * resident / panels;
+    if (8 * parts * panels >= 7 * rounds * resident) break;
+  }
+  return parts;
+}
+
+/* A block has a panel of columns and one of its `parts` runs of tiles. */
+static cupylora_status cupylora_i_plan_panels(cupylora_i_build* w, const cupylora_delta* d,
+                                              const cupylora_i_work* work, int64_t shared) {
+  const int64_t panels = cupylora_i_slices(w, d, CUPYLORA_PANEL_COLUMNS);
+  const int64_t cuts = cupylora_i_max(1, work->tile_rows / CUPYLORA_PANEL_PART);
+  int64_t blocks = 0, parts;
+  CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand_panel", d->dtype, "%d",
+                                 cupylora_i_rank_tiles(work->max_rank)));
+  CUPYLORA_I_TRY(cupylora_i_resident(w, CUPYLORA_PAIR_THREADS, shared, &blocks));
+  parts = cupylora_i_min(cupylora_i_panel_parts(panels, blocks), work->tile_capacity * cuts);
+  parts = cupylora_i_max(1, parts);
   CUPYLORA_I_SET(w, parts, parts);
-  CUPYLORA_I_SET(w, sum_bytes, 0);
-  CUPYLORA_I_TRY(cupylora_i_find(w, "lora_shrink", d->dtype, "%d_%d", tiles, (int)part));
-  return cupylora_i_plan_half(w, items * parts, CUPYLORA_PAIR_THREADS, 0);
+  CUPYLORA_I_SET(w, block_columns, CUPYLORA_PANEL_COLUMNS);
+  cupylora_i_add(w, panels * parts, CUPYLORA_PAIR_THREADS, shared, 0, 1);
+  return CUPYLORA_OK;
 }
 
 static cupylora_status cupylora_i_plan_expand(cupylora_i_build* w, const cupylora_delta* d,
@@ -750,14 +778,17 @@ static cupylora_status cupylora_i_plan_expand(cupylora_i_build* w, const cupylor
   CUPYLORA_I_SET(w, parts, 1);
   CUPYLORA_I_SET(w, slots, 0);
   CUPYLORA_I_SET(w, block_columns, columns);
+  CUPYLORA_I_SET(w, tile_rows, work->tile_rows);
   if (work->rows >= CUPYLORA_STREAM_ROWS && items < CUPYLORA_PAIR_ITEM_LIMIT &&
       d->max_rank <= CUPYLORA_STREAM_RANK && h->splits <= CUPYLORA_STREAM_SPLITS) {
     const int64_t slot = CUPYLORA_Y_BYTES + CUPYLORA_EXPAND_B_BYTES;
+    const int64_t panel = cupylora_i_panel_bytes(w, work, h);
     if (direct) {
       CUPYLORA_I_TRY(cupylora_i_find(w, "lora_expand_direct", d->dtype, "%d", steps));
       return cupylora_i_plan_half(w, cupylora_i_ceil(items, CUPYLORA_PAIR_WARPS),
                                   CUPYLORA_PAIR_THREADS, 0);
     }
+    if (panel > 0) return cupylora_i_plan_panels(w, d, work, panel);
     slots = cupylora_i_ring_slots(slot, CUPYLORA_EXPAND_SLOTS, w->c->shared_block, w->c->shared_sm);
     CUPYLORA_I_SET(w, slots, slots);
     CUPYLORA_I_SET(w, b_bytes, CUPYLORA_EXPAND_B_BYTES);
@@ -835,7 +866,6 @@ cupylora_status cupylora_plan_delta(const cupylora* opened, const cupylora_batch
   CUPYLORA_I_SET(w, split_stride, h.stride);
   CUPYLORA_I_SET(w, splits, h.splits);
   CUPYLORA_I_SET(w, rank_pitch, h.pitch);
-  CUPYLORA_I_SET(w, rank_groups, h.groups);
   if (op->fused) return cupylora_i_plan_fused(w, delta, &work, choice == CUPYLORA_RING);
   op->workspace_bytes = (uint64_t)h.bytes;
   return float32 ? cupylora_i_plan_float32(w, delta, &work)

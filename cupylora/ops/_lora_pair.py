@@ -1,17 +1,17 @@
 """The two-node pair: shrink (h = x Aᵀ into a workspace), then expand (y += scale · h Bᵀ).
 
 The portable path: every architecture, rank, width and alignment. In: checked :class:`LoraInputs`.
-Out: launches of lora/shrink.cu and lora/expand.cu; for large batches of lora/shrink_stream.cu, and
-by rank of lora/expand_direct.cu, lora/expand_stream.cu or lora/expand.cu; for float32 of
-lora/delta_f32.cu. All forms give a row the same bits. Other ops take the first half alone
-(``shrink_into``) and read h by its :class:`HiddenLayout`.
+Out: launches of lora/shrink.cu and lora/expand.cu; for large batches of lora/shrink_wide.cu or
+lora/shrink_stream.cu, and of lora/expand_direct.cu, lora/expand_panel.cu, lora/expand_stream.cu or
+lora/expand.cu; for float32 of lora/delta_f32.cu. All forms give a row the same bits. Other ops take
+the first half alone (``shrink_into``) and read h by its :class:`HiddenLayout`.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,9 @@ _DIRECT_RANK, _STREAM_RANK = 32, 64
 """Up to which the expands of large batches hold B in registers, and have an instance at all."""
 
 _STREAM_SPLITS = 4
-_STREAM_ITEMS = 256
-"""K is split over CTAs while a call has fewer shrink items than a large device holds at a time."""
+_STREAM_ITEMS = 272
+"""K is split over CTAs while a call has fewer shrink items than about a large device holds at a
+time."""
 
 _STREAM_RANGES = 2
 """Ranges of K that such a split keeps at least."""
@@ -79,6 +80,36 @@ _PART_TOKENS, _LEAST_PART = 64, 16
 a part of a tile, times its rank tiles from two on, and least."""
 
 _CHUNK_BYTES = 128
+
+_WIDE_RANK, _WIDE_ROWS = 33, 16384
+"""Ranks and rows from which on the wide shrink takes a tile's ranks together. Below, reading A
+again for every few rows costs less than its barriers do, and K would have to be split, which it is
+too slow for; from there on ``hidden_layout`` never splits it."""
+
+_WIDE_WARPS, _WIDE_THREADS = 8, 256
+_WIDE_TILES, _MOST_WIDE_TILES = 4, 8
+_WIDE_PART, _SHORT_PART = 64, 32
+_WIDE_SLOTS, _FEW_WIDE_SLOTS = 4, 3
+"""Of the wide shrink, as in lora/shrink_wide.cu: rank tiles of a group, rows of a part, slots, and
+those where both groups are large and parts short."""
+
+_PRODUCT_BYTES = 512
+_CHUNK, _CHUNK_ENTRY = 64, 2
+_MOST_CHUNKS = 4096
+"""Bytes of a product's sums; features of a chunk of K, bytes of its place in the wide shrink's
+list, and most chunks there."""
+
+_PANEL_ROWS, _PANEL_ELEMENTS = 64, 1 << 25
+"""Rows of a tile, and elements of y, from which on an expand keeps B in registers over the tiles
+that share it: with fewer rows to a B, or less to do for a CTA, the ring's copies are faster."""
+
+_PANEL_COLUMNS = 256
+_PANEL_Y_BYTES = 16384
+_PANEL_PART = 16
+_PANEL_RESERVED = 4096
+_PANEL_ROUNDS = 4
+"""Of the panel expand: columns of a panel, bytes of y under way, rows at which tiles are cut and
+what a block's shared memory holds besides, as in lora/expand_panel.cu; most rounds of blocks."""
 
 _FEWEST_SLOTS = 3
 _RESERVED = 1024
@@ -148,7 +179,7 @@ def hidden_layout(
     ranges = k_ranges(in_features)
     if rows >= _STREAM_ROWS:
         part = _stream_part(_group_tiles(slices, max_rank), _PART_TOKENS)
-        tiles = max(-(-rows // part), min(rows, experts))
+        tiles = -(-rows // part) + min(rows, experts) // 2  # an expert's last tile is a partial one
         most = min(_STREAM_SPLITS, ranges // _STREAM_RANGES, _STREAM_ITEMS // (tiles * groups))
     else:
         tiles = max(1, -(-rows // 8), min(rows, experts))
@@ -168,8 +199,18 @@ def _stream_part(tiles: int, tile_rows: int) -> int:
 
 
 def _rank_groups(slices: int, max_rank: int) -> int:
-    together = slices * -(-max_rank // _RANK_TILE)
-    return -(-together // _group_tiles(slices, max_rank))
+    return _wide_groups(slices, max_rank, _group_tiles(slices, max_rank))
+
+
+def _wide_groups(slices: int, max_rank: int, tiles: int) -> int:
+    """Groups of so many rank tiles, of all slices."""
+    return -(-slices * -(-max_rank // _RANK_TILE) // tiles)
+
+
+def _is_wide(rows: int, in_features: int, max_rank: int) -> bool:
+    """Whether the wide shrink serves, where there is shared memory for it."""
+    chunks = -(-in_features // _CHUNK)
+    return max_rank >= _WIDE_RANK and rows >= _WIDE_ROWS and chunks <= _MOST_CHUNKS
 
 
 def lora_workspace_bytes(
@@ -213,26 +254,75 @@ def shrink_into(inputs: LoraInputs, h: int, layout: HiddenLayout) -> None:
     if inputs.x.dtype == FLOAT32:
         _shrink_f32(inputs, h)
         return
+    form = _shrink_form(inputs, layout, dtype_name(inputs.x.dtype))
+    args = _pack_shrink(inputs, h, layout, form)
+    resident = resident_blocks(form.program, form.kernel, form.threads, form.smem)
+    grid = (min(inputs.tiles * form.parts * form.groups * layout.splits, resident),)
+    launch = (grid, form.threads, (args,), form.smem)
+    enqueue(form.program, form.kernel, _SHRINK, *launch, dependent=True)
+
+
+@dataclass(frozen=True)
+class _ShrinkForm:
+    """A shrink kernel and its launch: parts of a tile's rows, groups of rank tiles, shared memory
+    for a warp's sums and in all."""
+
+    program: str
+    kernel: str
+    parts: int
+    groups: int
+    sum_bytes: int = 0
+    smem: int = 0
+    threads: int = _THREADS
+
+
+def _shrink_form(inputs: LoraInputs, layout: HiddenLayout, dtype: str) -> _ShrinkForm:
+    """The shrink of large batches, by the ranks that a tile takes together, or the other."""
+    tile_rows = inputs.segments.tile_rows
+    if layout.rows >= _STREAM_ROWS:
+        room = shared_memory()[0] - _RESERVED
+        for form in _large_shrinks(inputs, layout, dtype):
+            items = inputs.tiles * form.parts * form.groups * layout.splits
+            if form.smem <= room and items < _ITEM_LIMIT:
+                return form
+    part = min(_PART_ROWS, tile_rows)
     tiles = _group_tiles(layout.slices, inputs.max_rank)
-    items = inputs.tiles * _rank_groups(layout.slices, inputs.max_rank) * layout.splits
-    dtype = dtype_name(inputs.x.dtype)
-    part_rows = _stream_part(tiles, inputs.segments.tile_rows)
-    parts = -(-inputs.segments.tile_rows // part_rows)
-    room, smem = _shrink_room(tiles, part_rows, k_ranges(inputs.in_features) // layout.splits)
-    many = layout.rows >= _STREAM_ROWS and items * parts < _ITEM_LIMIT
-    if many and smem <= shared_memory()[0] - _RESERVED:
-        program, kernel = f"lora_shrink_stream_{dtype}", f"{tiles}_{part_rows}"
-    else:
-        part_rows = min(_PART_ROWS, inputs.segments.tile_rows)
-        program, kernel = f"lora_shrink_{dtype}", f"{tiles}_{part_rows}"
-        room, smem = 0, 0
-        parts = inputs.segments.tile_rows // part_rows
-    args = _pack_shrink(inputs, h, layout, parts, room)
-    grid = (min(items * parts, resident_blocks(program, kernel, _THREADS, smem)),)
-    enqueue(program, kernel, _SHRINK, grid, _THREADS, (args,), smem, dependent=True)
+    groups = _rank_groups(layout.slices, inputs.max_rank)
+    return _ShrinkForm(f"lora_shrink_{dtype}", f"{tiles}_{part}", tile_rows // part, groups)
 
 
-def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, room: int) -> bytes:
+def _large_shrinks(inputs: LoraInputs, layout: HiddenLayout, dtype: str) -> Iterator[_ShrinkForm]:
+    """Those of large batches, the better one first."""
+    tile_rows, rank = inputs.segments.tile_rows, inputs.max_rank
+    ranges = k_ranges(inputs.in_features) // layout.splits
+    if tile_rows >= _SHORT_PART and _is_wide(layout.rows, inputs.in_features, rank):
+        many = _wide_groups(layout.slices, rank, _WIDE_TILES) > 1
+        tiles = _MOST_WIDE_TILES if many else _WIDE_TILES
+        part = _WIDE_PART if tile_rows > _SHORT_PART else _SHORT_PART
+        sums, smem = _wide_room(tiles, part, ranges, -(-inputs.in_features // _CHUNK))
+        yield _ShrinkForm(
+            f"lora_shrink_wide_{dtype}",
+            f"{tiles}_{part}",
+            parts=-(-tile_rows // part),
+            groups=_wide_groups(layout.slices, rank, tiles),
+            sum_bytes=sums,
+            smem=smem,
+            threads=_WIDE_THREADS,
+        )
+    tiles = _group_tiles(layout.slices, rank)
+    part = _stream_part(tiles, tile_rows)
+    sums, smem = _shrink_room(tiles, part, ranges)
+    yield _ShrinkForm(
+        f"lora_shrink_stream_{dtype}",
+        f"{tiles}_{part}",
+        parts=-(-tile_rows // part),
+        groups=_rank_groups(layout.slices, rank),
+        sum_bytes=sums,
+        smem=smem,
+    )
+
+
+def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, form: _ShrinkForm) -> bytes:
     """ShrinkArgs of lora/shrink.cuh."""
     row_to_pair, top_k, tokens, k_major, tiles, tile_count, entries, *sizes = inputs.lists
     return _SHRINK_ARGS.pack(
@@ -253,10 +343,10 @@ def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, parts: int, r
         inputs.in_features,
         inputs.max_rank,
         layout.rank_pitch,
-        _rank_groups(layout.slices, inputs.max_rank),
+        form.groups,
         layout.splits,
-        parts,
-        room,
+        form.parts,
+        form.sum_bytes,
         int(vector_aligned(inputs.x)),
         int(inputs.plan_settled),
     )
@@ -270,6 +360,17 @@ def _shrink_room(tiles: int, rows: int, ranges: int) -> tuple[int, int]:
     sums = max(levels * rows * ranks * 4, rows * (ranks + 4) * 4)
     slots = _SHRINK_SLOTS * (rows + ranks) * _CHUNK_BYTES
     return sums, _SHRINK_WARPS * (slots + sums)
+
+
+def _wide_room(tiles: int, rows: int, ranges: int, chunks: int) -> tuple[int, int]:
+    """Shared memory of the wide shrink for the levels of a warp's K tree, and in all: the slots,
+    each warp's levels, the list of chunks."""
+    products = tiles * rows // (_WIDE_WARPS * 8)
+    levels = (ranges.bit_length() - 1) * products * _PRODUCT_BYTES
+    few = tiles == _MOST_WIDE_TILES and rows == _SHORT_PART
+    slots = _FEW_WIDE_SLOTS if few else _WIDE_SLOTS
+    slot = (rows + tiles * _RANK_TILE) * _CHUNK_BYTES
+    return levels, slots * slot + _WIDE_WARPS * levels + -(-chunks * _CHUNK_ENTRY // 16) * 16
 
 
 def _ring_slots(slot: int, most: int) -> int:
@@ -341,10 +442,11 @@ def expand_from(
         form.slots,
         form.b_bytes,
         int(vector_columns(y, slices)),
-        0,
+        inputs.segments.tile_rows,
     )
     items = -(-inputs.tiles * blocks * form.parts // form.items)
-    grid = (min(items, resident_blocks(form.program, form.kernel, form.threads, form.smem)),)
+    resident = resident_blocks(form.program, form.kernel, form.threads, form.smem)
+    grid = (blocks * form.parts if form.panels else min(items, resident),)
     launch = (grid, form.threads, (args + packed,), form.smem)
     enqueue(form.program, form.kernel, _EXPAND, *launch, dependent=True)
 
@@ -352,7 +454,8 @@ def expand_from(
 @dataclass(frozen=True)
 class _ExpandForm:
     """An expand kernel and its launch: columns of an item, parts of a tile's rows, slots of the
-    ring with ``b_bytes`` of B, items that a block takes at a time."""
+    ring with ``b_bytes`` of B, shared memory, items that a block takes at a time. panels: a block
+    has its columns, and one of ``parts`` runs of tiles."""
 
     program: str
     kernel: str
@@ -360,13 +463,10 @@ class _ExpandForm:
     parts: int = 1
     slots: int = 0
     b_bytes: int = 0
+    smem: int = 0
     threads: int = _THREADS
     items: int = _WARPS
-
-    @property
-    def smem(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.slots * (_Y_BYTES + self.b_bytes)
+    panels: bool = False
 
 
 def _expand_form(
@@ -381,6 +481,9 @@ def _expand_form(
     if many and inputs.max_rank <= _STREAM_RANK and layout.splits <= _STREAM_SPLITS:
         if direct:
             return _ExpandForm(f"lora_expand_direct_{dtype}", str(steps), columns)
+        panels = _panels(inputs, layout, dtype, slices)
+        if panels is not None:
+            return panels
         slots = _ring_slots(_Y_BYTES + _B_BYTES, _EXPAND_SLOTS)
         return _ExpandForm(
             f"lora_expand_stream_{dtype}",
@@ -388,6 +491,7 @@ def _expand_form(
             columns,
             slots=slots,
             b_bytes=_B_BYTES,
+            smem=slots * (_Y_BYTES + _B_BYTES),
             threads=_STREAM_THREADS,
             items=1,
         )
@@ -398,6 +502,38 @@ def _expand_form(
         _block_columns(layout.rows, slices),
         parts=inputs.segments.tile_rows // part_rows,
     )
+
+
+def _panels(
+    inputs: LoraInputs, layout: HiddenLayout, dtype: str, slices: Sequence[LoraSlice]
+) -> _ExpandForm | None:
+    """The expand that keeps B in registers, where rows enough share it: every panel's tiles are
+    dealt out to as many blocks as the device holds."""
+    tile_rows = inputs.segments.tile_rows
+    elements = layout.rows * sum(part.out_features for part in slices)
+    if tile_rows < _PANEL_ROWS or elements < _PANEL_ELEMENTS:
+        return None
+    steps = _rank_steps(inputs.max_rank)
+    _, panels = pack_slices(slices, _PANEL_COLUMNS)
+    smem = (layout.splits + 1) * tile_rows * steps * _RANK_TILE * 4 + _PANEL_Y_BYTES
+    if smem > shared_memory()[0] - _PANEL_RESERVED:
+        return None
+    program, kernel = f"lora_expand_panel_{dtype}", str(steps)
+    resident = resident_blocks(program, kernel, _THREADS, smem)
+    most = inputs.tiles * max(1, tile_rows // _PANEL_PART)
+    parts = max(1, min(_panel_parts(panels, resident), most))
+    return _ExpandForm(program, kernel, _PANEL_COLUMNS, parts=parts, smem=smem, panels=True)
+
+
+def _panel_parts(panels: int, resident: int) -> int:
+    """Runs of tiles for each panel: as many as fill the resident blocks, or twice, three or four
+    times as many blocks, where an eighth of the device would have nothing to do."""
+    parts = 0
+    for rounds in range(1, _PANEL_ROUNDS + 1):
+        parts = rounds * resident // panels
+        if 8 * parts * panels >= 7 * rounds * resident:
+            break
+    return parts
 
 
 def _rank_steps(max_rank: int) -> int:

@@ -29,6 +29,10 @@ _TABLES = ((8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 2), (32, 4))
 _TABLE_STATIC = 12 * 1024
 """Bytes, and more, of plan_table's own arrays."""
 
+_TABLE_PAIRS, _TABLE_PAIR_COST = 2048, 7
+"""Pairs that every block of plan_table counts in the time of what it does anyway; estimated clock
+cycles for each one more that its shape has room for."""
+
 _COUNTS = ((16, 4), (8, 4))
 _COUNT_STATIC = 1024
 _PLACE_THREADS = 512
@@ -174,7 +178,8 @@ def _choose(sizes: PlanSizes, digits: int, shared: int) -> Small | Large | None:
         return _rank(pairs, sizes.digits)
     if shape is None:
         return _large(pairs, keys, shared, digits)
-    return _table(pairs, keys, shape, digits)
+    table, large = _table(pairs, keys, shape, digits), _large(pairs, keys, shared, digits)
+    return table if large is None or table.cost < large.cost else large
 
 
 def large_workspace_bytes(num_rows: int, keys: int) -> int:
@@ -200,7 +205,8 @@ def _rank_cost(pairs: int) -> int:
 def _table_cost(keys: int, shape: tuple[int, int]) -> int:
     """Estimated clock cycles of one SM: two passes over the keys, rounds, what surrounds them."""
     columns, rounds = shape
-    return 400 + keys * 45 // 128 + keys * columns // 64 + rounds * 150
+    many = max(0, _pairs_of(columns, rounds) - _TABLE_PAIRS)
+    return 400 + keys * 45 // 128 + keys * columns // 64 + rounds * 150 + many * _TABLE_PAIR_COST
 
 
 def _table_shape(pairs: int, keys: int, shared: int) -> tuple[int, int] | None:

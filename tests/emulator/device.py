@@ -43,7 +43,13 @@ ONE_BYTE_PROGRAMS = ("plan", "plan_large")
 EVERY_THREAD_WAITS = ("lora_cluster", "lora_ring")
 """Programs where a thread may not leave before the kernel ahead has ended."""
 
-READ_UNSET = ("lora_ring", "lora_shrink_stream", "lora_expand_stream")
+READ_UNSET = (
+    "lora_ring",
+    "lora_shrink_stream",
+    "lora_shrink_wide",
+    "lora_expand_panel",
+    "lora_expand_stream",
+)
 """Programs that multiply what lies in the places of rows and columns that a tile lacks, and drop
 the products."""
 

@@ -368,6 +368,10 @@ def _draw_shape(case: DeltaCase, pick: random.Random, patch: pytest.MonkeyPatch)
         # So few rows would always split K, so that no warp has more than one range of it.
         splits = pick.choice([1, _lora_pair._STREAM_SPLITS])
         patch.setattr(_lora_pair, "_STREAM_SPLITS", splits)
+        for form in ("_WIDE", "_PANEL"):
+            least = pick.choice([0, 0, sys.maxsize])
+            patch.setattr(_lora_pair, f"{form}_ROWS", least)
+        patch.setattr(_lora_pair, "_PANEL_ELEMENTS", 0)
         return f"streams, up to {splits} splits"
     most = k_ranges(case.in_features)
     sizes = (2, 4, 8) if case.crowded and most > 1 else (1, 2, 4, 8)

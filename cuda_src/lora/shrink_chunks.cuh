@@ -1,0 +1,102 @@
+// What the shrinks of large batches share: the chunks of K of a work item in the order of their
+// sums, how they lie in a slot of shared memory, and the sums of ranges.
+#pragma once
+#include "lora/shrink.cuh"
+#include "mma/mma.cuh"
+
+constexpr i32 kNoRank = 1 << 30;
+
+// Piece `index` of a line of a slot: lines of different parity use different halves of the banks in
+// a load of 8 lanes.
+__device__ __forceinline__ u32 slot_piece(i32 line, i32 index) {
+  return line * kChunkBytes + ((index ^ ((line & 1) << 2)) << 4);
+}
+
+// Neighbouring ranges of K, a power of two of them or none.
+struct RangeShare {
+  i32 first, count;
+};
+
+// Their chunks, in the order of the sums: range by range, chain by chain.
+struct Chunks {
+  i32 range, last_range;
+  i32 first, end;  // of the range
+  i32 chain, chunk;
+
+  Chunks() = default;
+  __device__ __forceinline__ Chunks(const KOrder& order, const RangeShare& share) {
+    range = share.first;
+    last_range = share.first + share.count;
+    enter(order);
+  }
+  __device__ __forceinline__ bool left() const { return range < last_range; }
+  __device__ __forceinline__ void next(const KOrder& order) {
+    chunk += kChains;
+    if (chunk < end) return;
+    chunk = ++chain;
+    if (chain < min_int(end, first + kChains)) return;
+    ++range;
+    enter(order);
+  }
+
+ private:
+  // Ranges beyond the last chunk are empty.
+  __device__ __forceinline__ void enter(const KOrder& order) {
+    first = order.first(range);
+    end = order.first(range + 1);
+    chain = chunk = first;
+    if (first == end) range = last_range;
+  }
+};
+
+// What the lists say of a work item.
+struct Work {
+  ShrinkItem item;
+  Tile tile;
+
+  __device__ __forceinline__ Work(const ShrinkArgs& args, u32 at)
+      : item(args, at), tile(item.record->head) {}
+};
+
+// The binary tree over ranges (k_order.cuh) of a warp's product tiles; its levels lie in shared
+// memory, 16 bytes a lane and tile, since they are touched once a range.
+template <int kTiles>
+struct Tree {
+  u32 base;  // of this lane
+  i32 levels;
+
+  // Leaf 0, 1, ...; after 2^n of them `value` is their sum.
+  __device__ __forceinline__ void add(i32 leaf, float (&value)[kTiles][4]) const {
+    i32 level = 0;
+    u32 place = base;
+#pragma unroll 1
+    for (; level < levels && ((leaf >> level) & 1); ++level) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i, place += kWarp * 16) {
+        const uint4 left = load16_shared(place);
+        value[i][0] = __uint_as_float(left.x) + value[i][0];
+        value[i][1] = __uint_as_float(left.y) + value[i][1];
+        value[i][2] = __uint_as_float(left.z) + value[i][2];
+        value[i][3] = __uint_as_float(left.w) + value[i][3];
+      }
+    }
+    if (level == levels) return;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i, place += kWarp * 16) {
+      store16_shared(place, make_uint4(__float_as_uint(value[i][0]), __float_as_uint(value[i][1]),
+                                       __float_as_uint(value[i][2]), __float_as_uint(value[i][3])));
+    }
+  }
+};
+
+// A unit's A of 16 ranks: of the two products.
+struct UnitA {
+  Quad first, second;
+
+  // `line`: the address of rank g's piece.
+  __device__ __forceinline__ UnitA(u32 line, u32 zero) {
+    const uint4 top = load16_shared(line), bottom = load16_shared(line + 8 * kChunkBytes);
+    first = Quad(make_uint2(top.x, top.y), make_uint2(bottom.x, bottom.y), zero);
+    second = Quad(make_uint2(top.z, top.w), make_uint2(bottom.z, bottom.w), zero);
+  }
+};
