@@ -100,3 +100,22 @@ struct UnitA {
     second = Quad(make_uint2(top.z, top.w), make_uint2(bottom.z, bottom.w), zero);
   }
 };
+
+// The products of a unit of a chunk: MT rank tiles by NT times 8 rows. x_piece, a_piece: where this
+// lane's piece of their first line lies; lines that are 8 apart lie alike.
+template <typename T, int MT, int NT>
+__device__ __forceinline__ void multiply_unit(float (&acc)[MT * NT][4], u32 x_piece, u32 a_piece,
+                                              u32 zero) {
+  constexpr u32 kEight = 8 * kChunkBytes;
+  uint4 x[NT];
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) x[nt] = load16_shared(x_piece + nt * kEight);
+#pragma unroll
+  for (int m = 0; m < MT; ++m) {
+    const UnitA a(a_piece + 2 * m * kEight, zero);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) mma_16816<T>(acc[m * NT + nt], a.first, x[nt].x, x[nt].y);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) mma_16816<T>(acc[m * NT + nt], a.second, x[nt].z, x[nt].w);
+  }
+}

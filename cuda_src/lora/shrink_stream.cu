@@ -250,28 +250,12 @@ template <typename T, int MT, int R>
 __device__ __forceinline__ void multiply_chunk(float (&acc)[StreamShape<MT, R>::kTiles][4],
                                                u32 slot) {
   using Shape = StreamShape<MT, R>;
-  constexpr int kNT = Shape::kNT;
-  constexpr u32 kEight = 8 * kChunkBytes;  // lines, so of the same parity
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const u32 zero = unknown_zero();
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const u32 piece = slot + slot_piece(g, u * 4 + t);
-    uint4 x[kNT];
-#pragma unroll
-    for (int nt = 0; nt < kNT; ++nt) x[nt] = load16_shared(piece + nt * kEight);
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-      const UnitA a(piece + Shape::kXBytes + 2 * m * kEight, zero);
-#pragma unroll
-      for (int nt = 0; nt < kNT; ++nt) {
-        mma_16816<T>(acc[m * kNT + nt], a.first, x[nt].x, x[nt].y);
-      }
-#pragma unroll
-      for (int nt = 0; nt < kNT; ++nt) {
-        mma_16816<T>(acc[m * kNT + nt], a.second, x[nt].z, x[nt].w);
-      }
-    }
+    multiply_unit<T, MT, Shape::kNT>(acc, piece, piece + Shape::kXBytes, zero);
   }
 }
 

@@ -324,29 +324,14 @@ struct Products {
 
   u32 x_line, a_line;  // of this lane
 
-  // Those of one chunk, unit by unit.
+  // Those of one chunk, unit by unit: the second one's pieces are in the other half of the line.
   __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], u32 slot) const {
-    constexpr u32 kEight = 8 * kChunkBytes;  // lines, so of the same parity
     const u32 zero = unknown_zero();
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      // The second unit's pieces are in the other half of the line.
-      const u32 x_piece = (slot + x_line) ^ (u * 64), a_piece = (slot + a_line) ^ (u * 64);
-      uint4 x[kNT];
-#pragma unroll
-      for (int nt = 0; nt < kNT; ++nt) x[nt] = load16_shared(x_piece + nt * kEight);
-#pragma unroll
-      for (int m = 0; m < Shape::kOwnTiles; ++m) {
-        const UnitA a(a_piece + 2 * m * kEight, zero);
-#pragma unroll
-        for (int nt = 0; nt < kNT; ++nt) {
-          mma_16816<T>(acc[m * kNT + nt], a.first, x[nt].x, x[nt].y);
-        }
-#pragma unroll
-        for (int nt = 0; nt < kNT; ++nt) {
-          mma_16816<T>(acc[m * kNT + nt], a.second, x[nt].z, x[nt].w);
-        }
-      }
+      const u32 half = u * kChunkBytes / 2;
+      multiply_unit<T, Shape::kOwnTiles, kNT>(acc, (slot + x_line) ^ half, (slot + a_line) ^ half,
+                                              zero);
     }
   }
   __device__ __forceinline__ void next_chunk(float (&acc)[kTiles][4], Slots<MT, R>& slots) const {
