@@ -48,12 +48,17 @@ SHRINK = _programs("lora_shrink_bfloat16", of=f"_{TILE_ROWS}")
 STREAMS = _programs(
     "lora_shrink_stream_bfloat16", "lora_expand_direct_bfloat16", "lora_expand_stream_bfloat16"
 )
+TOGETHER = (*STREAMS, *_programs("lora_shrink_wide_bfloat16", "lora_expand_panel_bfloat16"))
+TOGETHER_ROWS = 32
+"""Of a tile, from which on the shrink takes many ranks together."""
 
 
-def _delta(kernel: str, first: int = 100, *, small: bool = True) -> Callable[[Device], None]:
+def _delta(
+    kernel: str, first: int = 100, *, small: bool = True, tile_rows: int = TILE_ROWS
+) -> Callable[[Device], None]:
     """Drawn batches from seed ``first`` on, one of the first of which shows the fault. small: of
     few features."""
-    options: dict[str, Any] = {"kernel": kernel, "dtype": "bfloat16", "tile_rows": TILE_ROWS}
+    options: dict[str, Any] = {"kernel": kernel, "dtype": "bfloat16", "tile_rows": tile_rows}
 
     def trigger(device: Device) -> None:
         for seed in range(first, first + MOST_CASES):
@@ -219,6 +224,38 @@ FAULTS = {
         "",
         "race: write after read",
         _delta("stream"),
+    ),
+    "wide shrink: a slot used before all warps' copies have come": Fault(
+        TOGETHER,
+        "lora/shrink_wide.cu",
+        "wait_async<kAhead - 1>();\n    __syncthreads();",
+        "wait_async<kAhead - 1>();",
+        "race:",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "wide shrink: the list of chunks read before it is complete": Fault(
+        TOGETHER,
+        "lora/shrink_wide.cu",
+        "  list_chunks(chunks, order);\n  __syncthreads();",
+        "  list_chunks(chunks, order);",
+        "race:|unset shared memory",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "panels: terms replaced while they are read": Fault(
+        TOGETHER,
+        "lora/expand_panel.cu",
+        "      __syncthreads();  // no warp reads the terms",
+        "      // no warp reads the terms",
+        "race:",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "panels: terms read before they are complete": Fault(
+        TOGETHER,
+        "lora/expand_panel.cu",
+        "      __syncthreads();  // the terms and rows",
+        "      // the terms and rows",
+        "race:",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
     ),
     "plan: counts read before they are complete": Fault(
         _programs("plan"),
