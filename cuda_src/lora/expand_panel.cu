@@ -75,7 +75,6 @@ template <typename T, int KS>
 struct Panel {
   static constexpr int kPieces = KS * 4;                // of a row of h, four ranks each
   static constexpr int kTurnRows = kThreads / kPieces;  // of h, that the CTA takes at a time
-  static_assert(kTurnRows >= 8);
   static constexpr u32 kHiddenRow = kPieces * kPieceBytes;
   static constexpr u32 kYSlot = 2 * kWarp * kPieceBytes;  // of a warp: a group of rows
 

@@ -1,4 +1,4 @@
-// What the two shrink kernels share: their arguments, how a work item is found, and which rank
+// What the shrink kernels share: their arguments, how a work item is found, and which rank
 // tiles it takes. ShrinkArgs is packed by cupylora/ops/_lora_pair.py.
 //
 // A rank tile is 16 ranks of one slice. The rank tiles that a tile's adapter has, of all slices one
@@ -25,7 +25,7 @@ struct __align__(8) ShrinkArgs {
   i32 rank_groups;  // that an adapter of max_rank in all slices has
   i32 splits;       // of K, over CTAs: a power of two, at most the ranges
   i32 parts;        // of a tile's rows, over CTAs
-  i32 sum_bytes;    // stream: shared memory for a warp's sums
+  i32 sum_bytes;    // stream, wide: shared memory for a warp's sums
   i32 x_vector;     // rows of x start on 16-byte boundaries
   i32 plan_settled;
 

@@ -27,7 +27,7 @@ constexpr bool kManyFit = false;
 
 template <int MT, int R>
 struct WideShape {
-  static constexpr int kRankWarps = MT < 4 ? MT : 4;  // that share the group's ranks
+  static constexpr int kRankWarps = 4;  // that share the group's ranks
   static constexpr int kRowWarps = kWarps / kRankWarps;
   static constexpr int kOwnTiles = MT / kRankWarps;
   static constexpr int kOwnRows = R / kRowWarps;
@@ -211,8 +211,7 @@ struct Source {
     for (int i = 0; i < kA; ++i) {
       const AView view = factors.view(max_int(0, slice[i]), args.in_features);
       const i32 rank = max_int(0, first[i]) + line % kRankTile;
-      const bool in_group = MT > 1 || line < kRankTile;
-      if (slice[i] >= 0 && rank < view.rank && in_group) flags |= 1u << i;
+      if (slice[i] >= 0 && rank < view.rank) flags |= 1u << i;
       a_step[i] = static_cast<u32>(view.rank) * kChunkBytes;
       a[i] = view.base + static_cast<u32>(rank) * kChunkBytes + ((index ^ (rank & 7)) << 4);
     }

@@ -199,7 +199,7 @@ static cupylora_i_hidden cupylora_i_hidden_of(const cupylora_i_work* w, int floa
   cupylora_i_hidden h;
   int64_t tiles, most;
   h.group_tiles = together == 1 ? 1 : together == 2 ? 2 : 4;
-  h.groups = cupylora_i_ceil(together, h.group_tiles);
+  h.groups = cupylora_i_groups(w, h.group_tiles);
   tiles = cupylora_i_min(w->rows, w->experts);
   if (w->rows >= CUPYLORA_STREAM_ROWS) {
     const int64_t part = cupylora_i_stream_part(h.group_tiles, CUPYLORA_PART_TOKENS);

@@ -91,7 +91,7 @@ _WIDE_TILES, _MOST_WIDE_TILES = 4, 8
 _WIDE_PART, _SHORT_PART = 64, 32
 _WIDE_SLOTS, _FEW_WIDE_SLOTS = 4, 3
 """Of the wide shrink, as in lora/shrink_wide.cu: rank tiles of a group, rows of a part, slots, and
-those where both groups are large and parts short."""
+those where groups are large and parts short."""
 
 _PRODUCT_BYTES = 512
 _CHUNK, _CHUNK_ENTRY = 64, 2
@@ -199,10 +199,10 @@ def _stream_part(tiles: int, tile_rows: int) -> int:
 
 
 def _rank_groups(slices: int, max_rank: int) -> int:
-    return _wide_groups(slices, max_rank, _group_tiles(slices, max_rank))
+    return _tile_groups(slices, max_rank, _group_tiles(slices, max_rank))
 
 
-def _wide_groups(slices: int, max_rank: int, tiles: int) -> int:
+def _tile_groups(slices: int, max_rank: int, tiles: int) -> int:
     """Groups of so many rank tiles, of all slices."""
     return -(-slices * -(-max_rank // _RANK_TILE) // tiles)
 
@@ -296,7 +296,7 @@ def _large_shrinks(inputs: LoraInputs, layout: HiddenLayout, dtype: str) -> Iter
     tile_rows, rank = inputs.segments.tile_rows, inputs.max_rank
     ranges = k_ranges(inputs.in_features) // layout.splits
     if tile_rows >= _SHORT_PART and _is_wide(layout.rows, inputs.in_features, rank):
-        many = _wide_groups(layout.slices, rank, _WIDE_TILES) > 1
+        many = _tile_groups(layout.slices, rank, _WIDE_TILES) > 1
         tiles = _MOST_WIDE_TILES if many else _WIDE_TILES
         part = _WIDE_PART if tile_rows > _SHORT_PART else _SHORT_PART
         sums, smem = _wide_room(tiles, part, ranges, -(-inputs.in_features // _CHUNK))
@@ -304,7 +304,7 @@ def _large_shrinks(inputs: LoraInputs, layout: HiddenLayout, dtype: str) -> Iter
             f"lora_shrink_wide_{dtype}",
             f"{tiles}_{part}",
             parts=-(-tile_rows // part),
-            groups=_wide_groups(layout.slices, rank, tiles),
+            groups=_tile_groups(layout.slices, rank, tiles),
             sum_bytes=sums,
             smem=smem,
             threads=_WIDE_THREADS,
@@ -444,10 +444,11 @@ def expand_from(
         int(vector_columns(y, slices)),
         inputs.segments.tile_rows,
     )
-    items = -(-inputs.tiles * blocks * form.parts // form.items)
-    resident = resident_blocks(form.program, form.kernel, form.threads, form.smem)
-    grid = (blocks * form.parts if form.panels else min(items, resident),)
-    launch = (grid, form.threads, (args + packed,), form.smem)
+    count = blocks * form.parts
+    if not form.panels:
+        items = -(-inputs.tiles * count // form.items)
+        count = min(items, resident_blocks(form.program, form.kernel, form.threads, form.smem))
+    launch = ((count,), form.threads, (args + packed,), form.smem)
     enqueue(form.program, form.kernel, _EXPAND, *launch, dependent=True)
 
 
