@@ -17,7 +17,6 @@ import pytest
 from emulator.build import Builder
 from emulator.device import EVERY_THREAD_WAITS, ONE_BYTE_PROGRAMS, READ_UNSET, Schedule
 
-from cupylora.compiler.arch import supports
 from cupylora.compiler.programs import PROGRAMS, find_program
 from cupylora.export.manifest import Built, Described, describe, function_of
 from cupylora.export.table import c_table
@@ -76,7 +75,7 @@ def hollow(arch: str = ARCH) -> list[Built]:
     return [
         Built(p, arch, b"\x7fELF" + p.name.encode(), {k: f"{p.name}/{k}" for k in p.kernels})
         for p in PROGRAMS
-        if supports(arch, p.min_arch)
+        if p.built_for(arch)
     ]
 
 

@@ -124,6 +124,12 @@ def test_supports_compares_numbers() -> None:
     assert [a for a in ARCHITECTURES if supports(a, "sm_90a")] == ["sm_90a", "sm_100", "sm_120"]
 
 
+def test_a_program_of_one_architecture_is_built_for_no_other() -> None:
+    alone = replace(SCALE, min_arch="sm_90a", exact_arch=True)
+    assert [a for a in ARCHITECTURES if alone.built_for(a)] == ["sm_90a"]
+    assert [a for a in ARCHITECTURES if SCALE.built_for(a)] == list(ARCHITECTURES)
+
+
 # -- cache --
 
 

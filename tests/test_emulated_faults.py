@@ -49,6 +49,7 @@ STREAMS = _programs(
     "lora_shrink_stream_bfloat16", "lora_expand_direct_bfloat16", "lora_expand_stream_bfloat16"
 )
 TOGETHER = (*STREAMS, *_programs("lora_shrink_wide_bfloat16", "lora_expand_panel_bfloat16"))
+GROUP = (*TOGETHER, *_programs("lora_shrink_group_bfloat16"))
 TOGETHER_ROWS = 32
 """Of a tile, from which on the shrink takes many ranks together."""
 
@@ -236,9 +237,49 @@ FAULTS = {
     "wide shrink: the list of chunks read before it is complete": Fault(
         TOGETHER,
         "lora/shrink_wide.cu",
-        "  list_chunks(chunks, order);\n  __syncthreads();",
-        "  list_chunks(chunks, order);",
+        "  list_chunks<kThreads>(chunks, order);\n  __syncthreads();",
+        "  list_chunks<kThreads>(chunks, order);",
         "race:|unset shared memory",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "warpgroup shrink: words of x not fenced for the product": Fault(
+        GROUP,
+        "lora/shrink_group.cu",
+        "      fence_async_proxy();\n      __syncwarp();",
+        "      __syncwarp();",
+        "a product of generic writes without fence",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "warpgroup shrink: a slot announced before all lanes have stored": Fault(
+        GROUP,
+        "lora/shrink_group.cu",
+        "      fence_async_proxy();\n      __syncwarp();",
+        "      fence_async_proxy();",
+        "race:",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "warpgroup shrink: a slot handed back before its products are done": Fault(
+        GROUP,
+        "lora/shrink_group.cu",
+        "    wgmma_wait(acc);\n    ring.release();",
+        "    ring.release();\n    wgmma_wait(acc);",
+        "race:",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "warpgroup shrink: products that nobody waits for": Fault(
+        GROUP,
+        "lora/shrink_group.cu",
+        "    wgmma_wait(acc);\n    ring.release();",
+        "    ring.release();",
+        "elements are not the pair's|without wgmma.fence",
+        _delta("stream", tile_rows=TOGETHER_ROWS),
+    ),
+    "warpgroup shrink: h written while the kernel ahead runs": Fault(
+        GROUP,
+        "lora/shrink_group.cu",
+        "    if (!waited) wait();\n    float sum",
+        "    float sum",
+        "kernel ahead",
         _delta("stream", tile_rows=TOGETHER_ROWS),
     ),
     "panels: terms replaced while they are read": Fault(

@@ -36,12 +36,13 @@ PROGRAMS = (
         f"lora_{kind}_{dtype}"
         for kind in (
             *("cluster", "ring", "shrink", "expand"),
-            *("shrink_stream", "expand_direct", "expand_stream"),
+            *("shrink_stream", "shrink_wide", "shrink_group"),
+            *("expand_direct", "expand_panel", "expand_stream"),
         )
         for dtype in DTYPES
     ),
 )
-WIDE_CASES, SMALL_CASES, CROWDED_CASES, HOSTILE_CASES = 4, 14, 5, 2
+WIDE_CASES, SMALL_CASES, CROWDED_CASES, HOSTILE_CASES, LARGE_CASES = 4, 14, 5, 2, 20
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -50,6 +51,15 @@ def test_drawn_batches(kernel: str, emulated: Device) -> None:
         check(emulated, draw(seed, kernel=kernel))
     for seed in range(100, 100 + SMALL_CASES):
         check(emulated, draw(seed, kernel=kernel, small=True))
+
+
+@pytest.mark.parametrize("tile_rows", [32, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_batches_of_large_tiles(dtype: str, tile_rows: int, emulated: Device) -> None:
+    for seed in range(310, 310 + LARGE_CASES):
+        check(emulated, draw(seed, kernel="stream", dtype=dtype, tile_rows=tile_rows, small=True))
+    for form in ("wide", "group"):
+        assert f"lora_shrink_{form}_{dtype}/8_{tile_rows}" in emulated.launched
 
 
 @pytest.mark.parametrize("kernel", ["cluster", "ring"])

@@ -148,14 +148,20 @@ def test_rules_of_the_operations_that_c_has(launches: Launches) -> None:
             call()
     assert launches.measured == {
         *("plan_count", "digit_histogram", "digit_scatter", "segment_counts"),
-        *("lora_shrink", "lora_shrink_stream", "lora_shrink_wide", "lora_shrink_f32"),
+        *(
+            "lora_shrink",
+            "lora_shrink_stream",
+            "lora_shrink_wide",
+            "lora_shrink_f32",
+            "lora_shrink_group",
+        ),
     }
     assert launches.seen >= {
         *("plan_rank", "plan_table", "plan_count", "plan_place", "segment_counts", "segment_fill"),
         *("route_rank", "digit_histogram", "digit_scan", "digit_scatter", "activation"),
         *("lora_shrink", "lora_expand", "lora_shrink_stream", "lora_expand_stream", "finalize"),
         *("lora_cluster", "lora_ring", "lora_shrink_f32", "lora_expand_f32"),
-        *("lora_shrink_wide", "lora_expand_direct", "lora_expand_panel"),
+        *("lora_shrink_wide", "lora_shrink_group", "lora_expand_direct", "lora_expand_panel"),
     }
 
 
@@ -166,7 +172,7 @@ def test_rules_at_the_limits_of_large_batches(launches: Launches) -> None:
         launches.known = {"rows": rows, "tile_rows": height, "tile_capacity": tiles}
         call()
     assert launches.seen >= {
-        *("lora_shrink_stream", "lora_shrink_wide"),
+        *("lora_shrink_stream", "lora_shrink_wide", "lora_shrink_group"),
         *("lora_expand", "lora_expand_direct", "lora_expand_panel", "lora_expand_stream"),
     }
 

@@ -33,6 +33,7 @@ from problem_util import (
 from cupylora import ops, reference
 from cupylora.dtypes import resolve_dtype
 from cupylora.ops import _lora_pair
+from cupylora.ops._device import is_hopper
 from cupylora.worklists import LoraSlice, Routing
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +42,7 @@ DTYPES = ("bfloat16", "float16")
 WIDTHS_IN = (8, 63, 64, 200, 768, 2048, 2880, 4096, 7168, 14336)
 RANKS = (1, 3, 8, 16, 17, 32, 64, 100, 512)
 SMALL, LARGE = 2**31, 0  # borders: everything is a small batch, or a large one
+FORMS = ((SMALL, ""), (LARGE, ""), (LARGE, "wide"), (LARGE, "group"))
 NEVER = 2**60
 TILE_ROWS = (8, 16, 32, 64)
 
@@ -56,9 +58,13 @@ class Pair:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
 
-    def border(self, rows: int, *, together: bool = True) -> None:
-        """together: large batches take many ranks in the wide shrink, and B by panels."""
+    def border(self, rows: int, together: str = "group") -> None:
+        """together: large batches take many ranks in the wide shrink, or where they can in that by
+        warpgroup products, and B by panels."""
         self._monkeypatch.setattr(_lora_pair, "_STREAM_ROWS", rows)
+        self._monkeypatch.setattr(
+            _lora_pair, "is_hopper", lambda: together == "group" and is_hopper()
+        )
         for name in ("_WIDE_ROWS", "_PANEL_ROWS", "_PANEL_ELEMENTS"):
             self._monkeypatch.setattr(_lora_pair, name, 0 if together else NEVER)
 
@@ -112,8 +118,8 @@ def _same_in_every_form(
 ) -> np.ndarray:
     """The result, once all forms and tile sizes have agreed on its bits."""
     results = []
-    for border, together in ((SMALL, False), (LARGE, False), (LARGE, True)):
-        pair.border(border, together=together)
+    for border, together in FORMS:
+        pair.border(border, together)
         results += [pair(case, x, y, *args, tile_rows=rows, **options) for rows in TILE_ROWS]
     for result in results[1:]:
         np.testing.assert_array_equal(bits_of(result), bits_of(results[0]))
@@ -139,6 +145,47 @@ def test_every_width_of_x(dtype: str, in_features: int, pair: Pair) -> None:
             np.testing.assert_array_equal(bits_of(other), bits_of(y))
 
 
+@pytest.mark.parametrize("in_features", WIDTHS_IN)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width_of_x_of_many_ranks(dtype: str, in_features: int, pair: Pair) -> None:
+    rng = np.random.default_rng(13)
+    case = random_case(13, 150, 1, 1, 4)
+    module = random_module(rng, (80, 8, 33, 128), in_features, 72, 1, dtype)
+    x = random_values(rng, (150, in_features), dtype)
+    y0 = random_values(rng, (150, 72), dtype)
+    y = _same_in_every_form(pair, case, x, y0, [module], max_rank=128)
+    pair.border(LARGE)
+    for options in ({"shift": 1}, {"x_shift": 1}, {"y_shift": 1}, {"packed": False}):
+        for rows in (32, 64):
+            other = pair(case, x, y0, [module], tile_rows=rows, max_rank=128, **options)
+            np.testing.assert_array_equal(bits_of(other), bits_of(y))
+
+
+@pytest.mark.parametrize("kind", ["any", "finite", "tiny", "cancel"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_all_forms_have_the_same_bits(dtype: str, kind: str, pair: Pair) -> None:
+    """Whatever bits x and A have: numbers of all sizes, no numbers, subnormal ones, sums that
+    cancel."""
+    rng = np.random.default_rng(14)
+    case = random_case(14, 200, 1, 1, 2)
+    module = random_module(rng, (128, 80), 2048, 136, 1, dtype)
+    shapes = [(200, 2048), *(factors.a.shape for factors in module.slots)]
+    drawn = [rng.integers(0, 2**16, shape, np.uint16) for shape in shapes]
+    if kind != "any":
+        top = 0x7E00 if dtype == "bfloat16" else 0x7800
+        drawn = [(bits & 0x8000) | (bits & 0x7FFF) % top for bits in drawn]
+    if kind == "tiny":
+        drawn = [bits & 0x81FF for bits in drawn]
+    if kind == "cancel":
+        for bits in drawn[1:]:
+            bits[..., 1::2] = bits[..., ::2] ^ 0x8000
+        drawn[0][:, 1::2] = drawn[0][:, ::2] ^ (rng.integers(0, 3, (200, 1024)) == 0)
+    x, *a = (bits.astype(np.uint16).view(resolve_dtype(dtype)) for bits in drawn)
+    changed = (replace(f, a=own) for f, own in zip(module.slots, a, strict=True))
+    module = replace(module, slots=tuple(changed))
+    _same_in_every_form(pair, case, x, np.zeros((200, 136), x.dtype), [module], max_rank=128)
+
+
 @pytest.mark.parametrize("out_features", [9, 101, 128, 200, 3424])
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,7 +205,7 @@ def test_every_rank(dtype: str, rank: int, out_features: int, pair: Pair) -> Non
             np.testing.assert_array_equal(bits_of(other), bits_of(y))
 
 
-@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("rank", [16, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_their_batch(dtype: str, rank: int, pair: Pair) -> None:
     """Alone (K split over 16 CTAs), among 64, among 1000 (over 4), among so many (not split) that
@@ -245,8 +292,9 @@ def test_rows_of_no_adapter_keep_every_bit(dtype: str, border: int, pair: Pair) 
     np.testing.assert_array_equal(bits_of(y[untouched]), bits_of(y0[untouched]))
 
 
+@pytest.mark.parametrize("max_rank", [8, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_infinite_sum_stays_infinite(dtype: str, pair: Pair) -> None:
+def test_an_infinite_sum_stays_infinite(dtype: str, max_rank: int, pair: Pair) -> None:
     """h that overflows gives an infinite y of the right sign, in its own row alone."""
     rng = np.random.default_rng(7)
     case = make_case("overflow", np.zeros((40, 1)), np.zeros(40), 1, 1)
@@ -257,7 +305,7 @@ def test_an_infinite_sum_stays_infinite(dtype: str, pair: Pair) -> None:
     module = ModuleWeights(64, 72, (Factors(a, b, 1.0),))
     x = random_values(rng, (40, 64), dtype, 1e-3)
     x[3], x[5] = size, -size
-    y = _same_in_every_form(pair, case, x, np.zeros((40, 72), kind), [module], max_rank=8)
+    y = _same_in_every_form(pair, case, x, np.zeros((40, 72), kind), [module], max_rank=max_rank)
     assert np.isposinf(y[3].astype(np.float32)).all()
     assert np.isneginf(y[5].astype(np.float32)).all()
     rest = np.delete(y, (3, 5), axis=0).astype(np.float32)
@@ -291,10 +339,11 @@ def test_many_experts_with_few_rows_each(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("border", "together", "rank"), [(SMALL, False, 32), (LARGE, False, 32), (LARGE, True, 64)]
+    ("border", "together", "rank"),
+    [(SMALL, "", 32), (LARGE, "", 32), (LARGE, "wide", 64), (LARGE, "group", 128)],
 )
 def test_a_thousand_runs_give_the_same_bits(
-    border: int, together: bool, rank: int, pair: Pair
+    border: int, together: str, rank: int, pair: Pair
 ) -> None:
     import cupy
 
@@ -310,7 +359,7 @@ def test_a_thousand_runs_give_the_same_bits(
     segments = ops.build_segments(routing, slots, max_loras=4, tile_rows=64)
     size = ops.lora_workspace_bytes(1500, 1, 4096, rank, x.dtype)
     workspace = cupy.empty(size, np.uint8)
-    pair.border(border, together=together)
+    pair.border(border, together)
     first = None
     different = cupy.zeros((), np.int64)
     for _ in range(1000):

@@ -147,6 +147,12 @@ class Call:
 def large_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_lora_pair, "shared_memory", lambda: (227 * 1024, 228 * 1024))
     monkeypatch.setattr(_lora_pair, "resident_blocks", lambda *_: 396)
+    monkeypatch.setattr(_lora_pair, "is_hopper", lambda: False)
+
+
+@pytest.fixture
+def large_hopper(large_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lora_pair, "is_hopper", lambda: True)
 
 
 LONGEST = _lora_pair._MOST_CHUNKS * _lora_pair._CHUNK
@@ -180,6 +186,45 @@ def test_the_shrink_of_large_batches(
 ) -> None:
     form = Call(**sizes).shrink()
     assert f"{form.program}/{form.kernel}" == f"lora_shrink_{expected}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, "wide_bfloat16/4_64"),
+        ({"max_rank": 65}, "group_bfloat16/8_64"),
+        ({"max_rank": 65, "rows": _lora_pair._WIDE_ROWS - 1}, "stream_bfloat16/4_16"),
+        ({"widths": [4096, 64]}, "group_bfloat16/8_64"),
+        ({"widths": [4096, 64], "max_rank": 32}, "stream_bfloat16/4_16"),
+        ({"tile_rows": 32, "max_rank": 128}, "group_bfloat16/8_32"),
+        ({"tile_rows": 32}, "wide_bfloat16/4_32"),
+        ({"tile_rows": 16, "max_rank": 128}, "stream_bfloat16/4_16"),
+        # With four slots and the list of chunks, shared memory is full.
+        ({"in_features": 32_768, "max_rank": 128}, "group_bfloat16/8_64"),
+        ({"in_features": 32_832, "max_rank": 128}, "wide_bfloat16/8_64"),
+        ({"in_features": 66_560, "max_rank": 128}, "stream_bfloat16/4_16"),
+        ({"in_features": 66_560, "max_rank": 128, "tile_rows": 32}, "group_bfloat16/8_32"),
+    ],
+)
+def test_the_shrink_of_large_batches_on_hopper(
+    sizes: dict[str, Any], expected: str, large_hopper: None
+) -> None:
+    form = Call(**sizes).shrink()
+    assert f"{form.program}/{form.kernel}" == f"lora_shrink_{expected}"
+
+
+@pytest.mark.parametrize("in_features", [64, 768, 2048, 4096, 32_768])
+@pytest.mark.parametrize("rows", [32, 64])
+def test_slots_of_warpgroup_products_fill_the_block(
+    rows: int, in_features: int, large_hopper: None
+) -> None:
+    chunks, ranges = in_features // _lora_pair._CHUNK, _lora_pair.k_ranges(in_features)
+    levels, slots, smem = _lora_pair._group_room(rows, ranges, chunks)
+    assert _lora_pair._FEWEST_GROUP_SLOTS <= slots <= _lora_pair._GROUP_SLOTS
+    room, slot = 226 * 1024 - smem, (rows + 128) * 128
+    assert room >= 0
+    assert room < slot or slots == _lora_pair._GROUP_SLOTS
+    assert levels == (ranges.bit_length() - 1) * rows // 8 * 512
 
 
 COLUMNS = _lora_pair._PANEL_ELEMENTS // _lora_pair._WIDE_ROWS
@@ -225,8 +270,9 @@ def test_panels_fit_the_device(
     assert not few.panels or few.parts <= 64 // _lora_pair._PANEL_PART
 
 
-def test_large_kernels_are_as_the_host_counts_them() -> None:
-    """Shared memory of lora/shrink_wide.cu and lora/expand_panel.cu, and where panels end."""
+def test_large_kernels_are_as_the_host_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory of lora/shrink_wide.cu, lora/shrink_group.cu and lora/expand_panel.cu, and
+    where panels end."""
     texts = ("ptx/types.cuh", "lora/k_order.cuh", "lora/operands.cuh", "lora/slot_entry.cuh")
     heads = "\n".join(map(source_text, texts))
     plain = constants(heads)
@@ -240,6 +286,17 @@ def test_large_kernels_are_as_the_host_counts_them() -> None:
             assert own["kWarps"] == _lora_pair._WIDE_WARPS
             assert levels == 3 * own["kTiles"] * own["kWarp"] * 4 * 4
             assert smem == own["kSlots"] * own["kSlotBytes"] + own["kWarps"] * levels + 208
+    for rows in (_lora_pair._SHORT_PART, _lora_pair._WIDE_PART):
+        own = constants(source_text("lora/shrink_group.cu"), **plain, R=rows)
+        assert own["kThreads"] == _lora_pair._GROUP_THREADS
+        assert own["kUsers"] == _lora_pair._GROUP_TILES == _lora_pair._GROUP_WARPS
+        assert own["kMostSlots"] == _lora_pair._GROUP_SLOTS
+        assert own["kTeams"] == _lora_pair._FEWEST_GROUP_SLOTS
+        assert own["kSlotAlign"] == _lora_pair._GROUP_ALIGN
+        assert own["kNT"] * own["kWarp"] * 4 * 4 == rows // 8 * _lora_pair._PRODUCT_BYTES
+        slots = _lora_pair._GROUP_ALIGN + 4 * own["kSlotBytes"]
+        monkeypatch.setattr(_lora_pair, "shared_memory", lambda room=slots + 1024: (room, room))
+        assert _lora_pair._group_room(rows, 1, 0) == (0, 4, slots)
     text = source_text("lora/expand_panel.cu")
     own = constants(text, **plain, KS=4)
     assert own["kPartRows"] == _lora_pair._PANEL_PART

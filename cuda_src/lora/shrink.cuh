@@ -25,7 +25,8 @@ struct __align__(8) ShrinkArgs {
   i32 rank_groups;  // that an adapter of max_rank in all slices has
   i32 splits;       // of K, over CTAs: a power of two, at most the ranges
   i32 parts;        // of a tile's rows, over CTAs
-  i32 sum_bytes;    // stream, wide: shared memory for a warp's sums
+  i32 sum_bytes;    // stream, wide, group: shared memory for a warp's sums
+  i32 slots;        // group: chunks of K that shared memory has room for
   i32 x_vector;     // rows of x start on 16-byte boundaries
   i32 plan_settled;
 
@@ -33,7 +34,7 @@ struct __align__(8) ShrinkArgs {
     return RowMap{row_to_pair, top_k, num_tokens, k_major};
   }
 };
-static_assert(sizeof(ShrinkArgs) == 136, "ops/_lora_pair.py packs 136 bytes");
+static_assert(sizeof(ShrinkArgs) == 144, "ops/_lora_pair.py packs 144 bytes");
 static_assert(kMaxSlices <= kWarp, "a lane holds a slice's entry");
 
 struct ShrinkItem {

@@ -12,10 +12,21 @@ __device__ __forceinline__ u32 slot_piece(i32 line, i32 index) {
   return line * kChunkBytes + ((index ^ ((line & 1) << 2)) << 4);
 }
 
+// Piece `index` of a line whose pieces are exchanged by its number, as packed A has them.
+__device__ __forceinline__ u32 swizzled_piece(i32 line, i32 index) {
+  return line * kChunkBytes + ((index ^ (line & 7)) << 4);
+}
+
 // Neighbouring ranges of K, a power of two of them or none.
 struct RangeShare {
   i32 first, count;
 };
+
+__device__ __forceinline__ RangeShare item_share(const ShrinkArgs& args, const KOrder& order,
+                                                 i32 split) {
+  const i32 ranges = order.ranges / args.splits;
+  return RangeShare{split * ranges, ranges};
+}
 
 // Their chunks, in the order of the sums: range by range, chain by chain.
 struct Chunks {
@@ -48,6 +59,21 @@ struct Chunks {
     if (first == end) range = last_range;
   }
 };
+
+// Lists the chunks of K in the order of their sums: of each range, chain by chain. By a whole CTA.
+template <int kThreads>
+__device__ __forceinline__ void list_chunks(u32 chunks, const KOrder& order) {
+  for (i32 i = threadIdx.x; i < order.chunks; i += kThreads) {
+    const i32 range = i / order.length, first = range * order.length;
+    const i32 length = min_int(order.chunks - first, order.length);
+    i32 left = i - first, chain = 0;
+    while (left >= ceil_div(length - chain, kChains)) {
+      left -= ceil_div(length - chain, kChains);
+      ++chain;
+    }
+    store2_shared(chunks + 2 * i, static_cast<u16>(first + chain + left * kChains));
+  }
+}
 
 // What the lists say of a work item.
 struct Work {

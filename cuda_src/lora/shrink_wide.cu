@@ -43,12 +43,6 @@ struct WideShape {
   static_assert(kOwnRows >= 8 && kXCopies >= 1);
 };
 
-__device__ __forceinline__ RangeShare item_share(const ShrinkArgs& args, const KOrder& order,
-                                                 i32 split) {
-  const i32 ranges = order.ranges / args.splits;
-  return RangeShare{split * ranges, ranges};
-}
-
 // A thread's N lines of x: where registers are short, their rows, else their addresses.
 template <int N, bool SHORT>
 struct XLines {
@@ -398,20 +392,6 @@ __device__ __forceinline__ void store_sums(const ShrinkArgs& args, const Work& w
   }
 }
 
-// Chunks of K in the order of their sums: of each range, chain by chain.
-__device__ __forceinline__ void list_chunks(u32 chunks, const KOrder& order) {
-  for (i32 i = threadIdx.x; i < order.chunks; i += kThreads) {
-    const i32 range = i / order.length, first = range * order.length;
-    const i32 length = min_int(order.chunks - first, order.length);
-    i32 left = i - first, chain = 0;
-    while (left >= ceil_div(length - chain, kChains)) {
-      left -= ceil_div(length - chain, kChains);
-      ++chain;
-    }
-    store2_shared(chunks + 2 * i, static_cast<u16>(first + chain + left * kChains));
-  }
-}
-
 }  // namespace
 
 template <typename T, int MT, int R>
@@ -425,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, (WideShape<MT, R>::kBlocksPerSm))
   constexpr u32 kRoom = Shape::kSlots * Shape::kSlotBytes;
   const u32 base = shared_address(memory), levels = base + kRoom + warp * args.sum_bytes;
   const u32 chunks = base + kRoom + kWarps * args.sum_bytes;
-  list_chunks(chunks, order);
+  list_chunks<kThreads>(chunks, order);
   __syncthreads();
   if (!args.plan_settled) wait_for_predecessor();
   const u32 items = static_cast<u32>(ShrinkItem::count(args));

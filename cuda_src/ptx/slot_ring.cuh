@@ -73,6 +73,14 @@ struct SlotRing {
       parity ^= 1;
     }
   }
+  // Leaves out slots, fewer than there are.
+  __device__ __forceinline__ void skip(i32 count) {
+    at += count;
+    if (at >= slots) {
+      at -= slots;
+      parity ^= 1;
+    }
+  }
 
   // The party that fills: returns the slot's address once it is free (at first it is).
   __device__ __forceinline__ u32 acquire() const {

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from cupylora.cli._console import OutputConsole
 from cupylora.cli._streams import echo
-from cupylora.compiler import ARCHITECTURES, PROGRAMS, supports
+from cupylora.compiler import ARCHITECTURES, PROGRAMS
 from cupylora.compiler.sources import read_sources
 from cupylora.resources import cuda_source_dir
 from cupylora.text import counted, wrapped
@@ -28,8 +28,9 @@ def command(each: bool) -> None:
         )
     for program in PROGRAMS:
         read_sources(program, root)  # a listing of files that are not there would be worthless
-        first = next(arch for arch in ARCHITECTURES if supports(arch, program.min_arch))
-        table.add_row(program.name, program.source, str(len(program.kernels)), f"{first}+")
+        first = next(arch for arch in ARCHITECTURES if program.built_for(arch))
+        arch = first if program.exact_arch else f"{first}+"
+        table.add_row(program.name, program.source, str(len(program.kernels)), arch)
     OutputConsole().print(table)
     for program in PROGRAMS if each else ():
         echo(wrapped(f"{program.name}: ", ", ".join(program.kernels)))

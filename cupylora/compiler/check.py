@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cupylora.compiler.arch import ARCHITECTURES, architectures, supports
+from cupylora.compiler.arch import ARCHITECTURES, architectures
 from cupylora.compiler.inspection import KernelReport, report
 from cupylora.compiler.nvrtc import compile_program
 from cupylora.compiler.programs import PROGRAMS, find_program
@@ -72,7 +72,7 @@ def main(arch: str, names: Sequence[str]) -> None:
         builds = architectures(arch)
     except CupyloraError as error:
         raise click.UsageError(str(error)) from error
-    jobs = [(p, a) for p in programs for a in builds if supports(a, p.min_arch)]
+    jobs = [(p, a) for p in programs for a in builds if p.built_for(a)]
     outcomes = _run(jobs)
     console.print(_table(outcomes))
     found = [line for outcome in outcomes for line in problems(outcome)]

@@ -26,7 +26,7 @@ _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)")
-_MATRIX = re.compile(r"\bHMMA\.")
+_MATRIX = re.compile(r"\bHG?MMA\.")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cupylora.compiler import driver
-from cupylora.compiler.arch import arch_for, supports
+from cupylora.compiler.arch import arch_for
 from cupylora.compiler.cache import default_cache
 from cupylora.compiler.exported import current_export
 from cupylora.compiler.kernel import Kernel
@@ -55,7 +55,7 @@ def prepare(
     """
     if programs is None:
         arch = arch_for(_capability())
-        programs = [p.name for p in PROGRAMS if supports(arch, p.min_arch)]
+        programs = [p.name for p in PROGRAMS if p.built_for(arch)]
     names = list(programs)
     for index, name in enumerate(names):
         _kernels(name)
@@ -92,10 +92,10 @@ def _load(program: KernelProgram) -> Mapping[str, Kernel]:
     import cupy
 
     arch = arch_for(_capability())
-    if not supports(arch, program.min_arch):
+    if not program.built_for(arch):
+        needed = program.min_arch if program.exact_arch else f"{program.min_arch} or newer"
         raise DeviceUnavailableError(
-            f"kernel program {program.name!r} needs {program.min_arch} or newer; "
-            f"the current device takes {arch}"
+            f"kernel program {program.name!r} needs {needed}; the current device takes {arch}"
         )
     entry = (current_export() or default_cache()).get(program, arch)
     try:

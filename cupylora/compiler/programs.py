@@ -142,6 +142,17 @@ PROGRAMS: tuple[KernelProgram, ...] = (
     ),
     *(
         KernelProgram(
+            name=f"lora_shrink_group_{dtype}",
+            source="lora/shrink_group.cu",
+            kernels={f"8_{rows}": f"lora_shrink_group<{cpp}, {rows}>" for rows in (32, 64)},
+            min_arch="sm_90a",
+            exact_arch=True,
+            matrix=True,
+        )
+        for dtype, cpp in _MATRIX_DTYPES.items()
+    ),
+    *(
+        KernelProgram(
             name=f"lora_expand_panel_{dtype}",
             source="lora/expand_panel.cu",
             kernels=instances(f"lora_expand_panel<{cpp}, {{steps}}>", steps=(4,)),

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cupylora.compiler.arch import supports
 from cupylora.errors import CompileError
 
 __all__ = ["KernelProgram", "SourceSet", "instances", "read_sources"]
@@ -30,7 +31,7 @@ class KernelProgram:
     kernels: our name of each kernel -> its C++ name expression, such as ``fill_uniform<Bf16>``.
         Naming a template's instance here is what instantiates it (see ``instances``).
     defines: macros, NAME -> VALUE.
-    min_arch: the first architecture it is built for.
+    min_arch: the first architecture it is built for; exact_arch: and the only one.
     matrix: every kernel must hold tensor-core instructions, which ``check`` verifies.
     """
 
@@ -39,7 +40,12 @@ class KernelProgram:
     kernels: Mapping[str, str]
     defines: Mapping[str, str | int] = field(default_factory=dict)
     min_arch: str = "sm_80"
+    exact_arch: bool = False
     matrix: bool = False
+
+    def built_for(self, arch: str) -> bool:
+        """Whether a build for ``arch`` holds this program."""
+        return arch == self.min_arch if self.exact_arch else supports(arch, self.min_arch)
 
 
 @dataclass(frozen=True)

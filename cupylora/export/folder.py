@@ -23,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupylora.compiler.arch import ARCHITECTURES, supports
+from cupylora.compiler.arch import ARCHITECTURES
 from cupylora.compiler.cache import default_cache
 from cupylora.compiler.exported import MANIFEST
 from cupylora.compiler.nvrtc import compiler_version
@@ -99,7 +99,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _build(arch: str, workers: int) -> list[Built]:
     """All programs of one architecture, in the order of PROGRAMS."""
-    programs = [p for p in PROGRAMS if supports(arch, p.min_arch)]
+    programs = [p for p in PROGRAMS if p.built_for(arch)]
     # What takes longest is begun first, so that no worker is left with it at the end.
     order = sorted(programs, key=lambda p: (not p.matrix, -len(p.kernels)))
     spawn = multiprocessing.get_context("spawn")

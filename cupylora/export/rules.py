@@ -156,6 +156,15 @@ RULES: Mapping[str, Rule] = {
         workspace=_H,
         max_rank="512",
     ),
+    "lora_shrink_group": Rule(
+        "min(tile_capacity * rank_groups * splits * parts, resident)",
+        "512",
+        "1024 + slots * (t0 + 128) * 128 + 8 * sum_bytes"
+        " + round_up(ceil_div(in_features, 64) * 2, 16)",
+        dependent=True,
+        workspace=_H,
+        max_rank="512",
+    ),
     "lora_expand": Rule(
         "min(ceil_div(tile_capacity * column_blocks * parts, 4), resident)",
         "128",

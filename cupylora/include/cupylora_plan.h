@@ -646,14 +646,14 @@ static cupylora_status cupylora_i_plan_half(cupylora_i_build* w, int64_t items, 
 }
 
 /* A shrink's instance and what its launch follows from: rank tiles of a group, rows of a part of a
- * tile, both counted, shared memory for a warp's sums and in all. */
+ * tile, both counted, shared memory for a warp's sums, slots of the ring, shared memory in all. */
 typedef struct cupylora_i_shrink {
-  int64_t tiles, part, groups, parts, sum_bytes, shared;
+  int64_t tiles, part, groups, parts, sum_bytes, slots, shared;
 } cupylora_i_shrink;
 
 static cupylora_i_shrink cupylora_i_shrink_of(const cupylora_i_work* work, int64_t tiles,
                                               int64_t part) {
-  cupylora_i_shrink s = {0, 0, 0, 0, 0, 0};
+  cupylora_i_shrink s = {0, 0, 0, 0, 0, 0, 0};
   s.tiles = tiles, s.groups = cupylora_i_groups(work, tiles);
   s.part = part, s.parts = cupylora_i_ceil(work->tile_rows, part);
   return s;
@@ -690,6 +690,26 @@ static cupylora_i_shrink cupylora_i_wide_shrink(const cupylora_i_work* work,
   return s;
 }
 
+/* The levels of each warp's K tree, the list of chunks, and the slots that the rest has room for. */
+static cupylora_i_shrink cupylora_i_group_shrink(const cupylora_i_build* w,
+                                                 const cupylora_i_work* work,
+                                                 const cupylora_i_hidden* h) {
+  const int is_short = work->tile_rows <= CUPYLORA_SHORT_PART;
+  const int64_t part = is_short ? CUPYLORA_SHORT_PART : CUPYLORA_WIDE_PART;
+  const int64_t levels = cupylora_i_log2(cupylora_i_k_ranges(work->in_features) / h->splits);
+  const int64_t chunks = cupylora_i_ceil(work->in_features, CUPYLORA_PAIR_CHUNK);
+  const int64_t ranks = CUPYLORA_GROUP_TILES * CUPYLORA_RANK_TILE;
+  const int64_t slot = (part + ranks) * CUPYLORA_CHUNK_BYTES;
+  const int64_t room = w->c->shared_block - CUPYLORA_RESERVED_BYTES;
+  cupylora_i_shrink s = cupylora_i_shrink_of(work, CUPYLORA_GROUP_TILES, part);
+  int64_t rest = CUPYLORA_GROUP_ALIGN + cupylora_i_up(chunks * CUPYLORA_CHUNK_ENTRY, 16);
+  s.sum_bytes = levels * (part / 8) * CUPYLORA_PRODUCT_BYTES;
+  rest += CUPYLORA_GROUP_WARPS * s.sum_bytes;
+  s.slots = cupylora_i_min(CUPYLORA_GROUP_SLOTS, cupylora_i_max(0, room - rest) / slot);
+  s.shared = rest + s.slots * slot;
+  return s;
+}
+
 static int64_t cupylora_i_shrink_items(const cupylora_i_work* work, const cupylora_i_hidden* h,
                                        const cupylora_i_shrink* s) {
   return work->tile_capacity * s->parts * s->groups * h->splits;
@@ -699,6 +719,13 @@ static int cupylora_i_shrink_fits(const cupylora_i_build* w, const cupylora_i_wo
                                   const cupylora_i_hidden* h, const cupylora_i_shrink* s) {
   return s->shared <= w->c->shared_block - CUPYLORA_RESERVED_BYTES &&
          cupylora_i_shrink_items(work, h, s) < CUPYLORA_PAIR_ITEM_LIMIT;
+}
+
+/* Whether the wide shrink's warpgroup form serves where the wide one does. */
+static int cupylora_i_is_group(const cupylora_i_build* w, const cupylora_i_work* work,
+                               const cupylora_i_shrink* s) {
+  return w->c->capability / 10 == 9 && cupylora_i_groups(work, CUPYLORA_WIDE_TILES) > 1 &&
+         s->slots >= CUPYLORA_FEWEST_GROUP_SLOTS;
 }
 
 /* The shrink of large batches, the wide one if it can, or the other. */
@@ -712,8 +739,12 @@ static cupylora_status cupylora_i_plan_shrink(cupylora_i_build* w, const cupylor
   if (work->rows >= CUPYLORA_STREAM_ROWS) {
     const cupylora_i_shrink wide = cupylora_i_wide_shrink(work, h);
     const cupylora_i_shrink stream = cupylora_i_stream_shrink(work, h);
-    if (work->tile_rows >= CUPYLORA_SHORT_PART && cupylora_i_is_wide(work) &&
-        cupylora_i_shrink_fits(w, work, h, &wide)) {
+    const cupylora_i_shrink group = cupylora_i_group_shrink(w, work, h);
+    const int is_wide = work->tile_rows >= CUPYLORA_SHORT_PART && cupylora_i_is_wide(work);
+    if (is_wide && cupylora_i_is_group(w, work, &group) &&
+        cupylora_i_shrink_fits(w, work, h, &group)) {
+      program = "lora_shrink_group", s = group, threads = CUPYLORA_GROUP_THREADS;
+    } else if (is_wide && cupylora_i_shrink_fits(w, work, h, &wide)) {
       program = "lora_shrink_wide", s = wide, threads = CUPYLORA_WIDE_THREADS;
     } else if (cupylora_i_shrink_fits(w, work, h, &stream)) {
       program = "lora_shrink_stream", s = stream;
@@ -722,6 +753,7 @@ static cupylora_status cupylora_i_plan_shrink(cupylora_i_build* w, const cupylor
   CUPYLORA_I_SET(w, parts, s.parts);
   CUPYLORA_I_SET(w, rank_groups, s.groups);
   CUPYLORA_I_SET(w, sum_bytes, s.sum_bytes);
+  CUPYLORA_I_SET(w, slots, s.slots);
   CUPYLORA_I_TRY(cupylora_i_find(w, program, d->dtype, "%d_%d", (int)s.tiles, (int)s.part));
   return cupylora_i_plan_half(w, cupylora_i_shrink_items(work, h, &s), threads, s.shared);
 }

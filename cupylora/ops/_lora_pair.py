@@ -1,10 +1,11 @@
 """The two-node pair: shrink (h = x Aᵀ into a workspace), then expand (y += scale · h Bᵀ).
 
 The portable path: every architecture, rank, width and alignment. In: checked :class:`LoraInputs`.
-Out: launches of lora/shrink.cu and lora/expand.cu; for large batches of lora/shrink_wide.cu or
-lora/shrink_stream.cu, and of lora/expand_direct.cu, lora/expand_panel.cu, lora/expand_stream.cu or
-lora/expand.cu; for float32 of lora/delta_f32.cu. All forms give a row the same bits. Other ops take
-the first half alone (``shrink_into``) and read h by its :class:`HiddenLayout`.
+Out: launches of lora/shrink.cu and lora/expand.cu; for large batches of lora/shrink_group.cu,
+lora/shrink_wide.cu or lora/shrink_stream.cu, and of lora/expand_direct.cu, lora/expand_panel.cu,
+lora/expand_stream.cu or lora/expand.cu; for float32 of lora/delta_f32.cu. All forms give a row the
+same bits. Other ops take the first half alone (``shrink_into``) and read h by its
+:class:`HiddenLayout`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cupylora.dtypes import FLOAT32, dtype_name, resolve_dtype
 from cupylora.ops._device import (
     address,
     enqueue,
+    is_hopper,
     resident_blocks,
     vector_aligned,
 )
@@ -93,6 +95,13 @@ _WIDE_SLOTS, _FEW_WIDE_SLOTS = 4, 3
 """Of the wide shrink, as in lora/shrink_wide.cu: rank tiles of a group, rows of a part, slots, and
 those where groups are large and parts short."""
 
+_GROUP_TILES, _GROUP_WARPS, _GROUP_THREADS = 8, 8, 512
+_FEWEST_GROUP_SLOTS, _GROUP_SLOTS = 4, 16
+_GROUP_ALIGN = 1024
+"""Of the wide shrink by warpgroup products, as in lora/shrink_group.cu: rank tiles of a group,
+warps that multiply, slots, and what a slot's address is a multiple of. It takes the place of the
+other, on Hopper, where more than four rank tiles fill more than one of its two warpgroups."""
+
 _PRODUCT_BYTES = 512
 _CHUNK, _CHUNK_ENTRY = 64, 2
 _MOST_CHUNKS = 4096
@@ -126,7 +135,7 @@ _TARGET_GROUPS = 6144
 _F32_COLUMNS = 128
 _F32_ROWS = 32
 
-_SHRINK_ARGS = struct.Struct("@QqQQQQQqQ16i")
+_SHRINK_ARGS = struct.Struct("@QqQQQQQqQ17i4x")
 _EXPAND_ARGS = struct.Struct("@QqQqQQQQQ16i")
 _SHRINK = (f"bytes{_SHRINK_ARGS.size}",)
 _EXPAND = (f"bytes{_EXPAND_ARGS.size + 136}",)
@@ -265,13 +274,14 @@ def shrink_into(inputs: LoraInputs, h: int, layout: HiddenLayout) -> None:
 @dataclass(frozen=True)
 class _ShrinkForm:
     """A shrink kernel and its launch: parts of a tile's rows, groups of rank tiles, shared memory
-    for a warp's sums and in all."""
+    for a warp's sums, slots of the ring, shared memory in all."""
 
     program: str
     kernel: str
     parts: int
     groups: int
     sum_bytes: int = 0
+    slots: int = 0
     smem: int = 0
     threads: int = _THREADS
 
@@ -299,7 +309,21 @@ def _large_shrinks(inputs: LoraInputs, layout: HiddenLayout, dtype: str) -> Iter
         many = _tile_groups(layout.slices, rank, _WIDE_TILES) > 1
         tiles = _MOST_WIDE_TILES if many else _WIDE_TILES
         part = _WIDE_PART if tile_rows > _SHORT_PART else _SHORT_PART
-        sums, smem = _wide_room(tiles, part, ranges, -(-inputs.in_features // _CHUNK))
+        chunks = -(-inputs.in_features // _CHUNK)
+        if many and is_hopper():
+            sums, slots, smem = _group_room(part, ranges, chunks)
+            if slots >= _FEWEST_GROUP_SLOTS:
+                yield _ShrinkForm(
+                    f"lora_shrink_group_{dtype}",
+                    f"{_GROUP_TILES}_{part}",
+                    parts=-(-tile_rows // part),
+                    groups=_tile_groups(layout.slices, rank, _GROUP_TILES),
+                    sum_bytes=sums,
+                    slots=slots,
+                    smem=smem,
+                    threads=_GROUP_THREADS,
+                )
+        sums, smem = _wide_room(tiles, part, ranges, chunks)
         yield _ShrinkForm(
             f"lora_shrink_wide_{dtype}",
             f"{tiles}_{part}",
@@ -347,6 +371,7 @@ def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, form: _Shrink
         layout.splits,
         form.parts,
         form.sum_bytes,
+        form.slots,
         int(vector_aligned(inputs.x)),
         int(inputs.plan_settled),
     )
@@ -371,6 +396,16 @@ def _wide_room(tiles: int, rows: int, ranges: int, chunks: int) -> tuple[int, in
     slots = _FEW_WIDE_SLOTS if few else _WIDE_SLOTS
     slot = (rows + tiles * _RANK_TILE) * _CHUNK_BYTES
     return levels, slots * slot + _WIDE_WARPS * levels + -(-chunks * _CHUNK_ENTRY // 16) * 16
+
+
+def _group_room(rows: int, ranges: int, chunks: int) -> tuple[int, int, int]:
+    """Of the shrink by warpgroup products: shared memory for the levels of a warp's K tree, slots
+    that the rest has room for, and shared memory in all."""
+    levels = (ranges.bit_length() - 1) * (rows // 8) * _PRODUCT_BYTES
+    slot = (rows + _GROUP_TILES * _RANK_TILE) * _CHUNK_BYTES
+    rest = _GROUP_ALIGN + _GROUP_WARPS * levels + -(-chunks * _CHUNK_ENTRY // 16) * 16
+    slots = max(0, min(_GROUP_SLOTS, (shared_memory()[0] - _RESERVED - rest) // slot))
+    return levels, slots, rest + slots * slot
 
 
 def _ring_slots(slot: int, most: int) -> int:

@@ -47,6 +47,7 @@ READ_UNSET = (
     "lora_ring",
     "lora_shrink_stream",
     "lora_shrink_wide",
+    "lora_shrink_group",
     "lora_expand_panel",
     "lora_expand_stream",
 )

@@ -16,6 +16,7 @@ class UnknownInstructionError(Exception):
 
 
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32"
+_WGMMA = "wgmma.mma_async.sync.aligned.m64n{0}k16.f32.{1}.{1}"
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 _PUSH = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
 
@@ -69,6 +70,12 @@ _FUNCTIONS = {
     "griddepcontrol.launch_dependents": "release_successor",
     _MMA.format("bf16"): "mma_bf16",
     _MMA.format("f16"): "mma_fp16",
+    **{_WGMMA.format(columns, "bf16"): "wgmma_bf16" for columns in (32, 64)},
+    **{_WGMMA.format(columns, "f16"): "wgmma_fp16" for columns in (32, 64)},
+    "wgmma.fence.sync.aligned": "wgmma_fence",
+    "wgmma.commit_group.sync.aligned": "wgmma_commit",
+    "wgmma.wait_group.sync.aligned": "wgmma_wait",
+    "": "nothing",
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16": "ldmatrix_x4",
     "cvt.rn.bf16.f32": "float_to_bf16",
     "cvt.rn.f16.f32": "float_to_fp16",

@@ -318,7 +318,7 @@ def check(device: Device, case: DeltaCase, *, strict_push: bool = False) -> None
             _check_against_oracle(case, want)
         device.schedule = _draw_schedule(pick, strict_push)
         with pytest.MonkeyPatch.context() as patch:
-            shape = _draw_shape(case, pick, patch)
+            shape = _draw_shape(device, case, pick, patch)
             shifts = pick.choice([0, 0, 0, 1]), pick.choice([0, 0, 1, 2, 4])
             try:
                 got, status = run.delta(case.kernel, y, case.segments, *shifts)
@@ -361,7 +361,9 @@ def _draw_schedule(pick: random.Random, strict_push: bool) -> Schedule:
     )
 
 
-def _draw_shape(case: DeltaCase, pick: random.Random, patch: pytest.MonkeyPatch) -> str:
+def _draw_shape(
+    device: Device, case: DeltaCase, pick: random.Random, patch: pytest.MonkeyPatch
+) -> str:
     """Decide the launch of the case's kernel, and say how."""
     if case.kernel == "stream":
         patch.setattr(_lora_pair, "_STREAM_ROWS", 0)
@@ -372,6 +374,7 @@ def _draw_shape(case: DeltaCase, pick: random.Random, patch: pytest.MonkeyPatch)
             least = pick.choice([0, 0, sys.maxsize])
             patch.setattr(_lora_pair, f"{form}_ROWS", least)
         patch.setattr(_lora_pair, "_PANEL_ELEMENTS", 0)
+        patch.setattr(device, "hopper", pick.random() < 0.5)
         return f"streams, up to {splits} splits"
     most = k_ranges(case.in_features)
     sizes = (2, 4, 8) if case.crowded and most > 1 else (1, 2, 4, 8)

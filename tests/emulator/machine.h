@@ -42,6 +42,15 @@ struct Copy {
   i32 group;
 };
 
+// A thread's part in a warpgroup's product that has not been waited for.
+struct Product {
+  float* d[64];
+  u32 floats;
+  u32 a[4];
+  u64 b;
+  bool fp16, adds, committed;
+};
+
 // One CUDA thread.
 struct Fiber {
   Cta* cta = nullptr;
@@ -62,6 +71,9 @@ struct Fiber {
 
   std::vector<Copy> copies;
   i32 copy_group = 0;
+
+  std::vector<Product> products;
+  bool products_fenced = false;  // registers, since the last wait
 
   bool cluster_due = false;  // has arrived at the cluster's barrier and not waited
   u32 cluster_phase = 0;
@@ -197,6 +209,13 @@ bool is_private(u64 address);  // a thread's stack, the program's constants
 // Notes where in the kernel the caller was called from, for `fail`.
 #define EMU_SITE() (::emu::machine.now->site = __builtin_return_address(0))
 
+// warp.cpp
+using Products = double[16][8];
+float half_value(u32 bits);
+float bfloat_value(u32 bits);
+void multiply(const double (&a)[16][16], const double (&b)[16][8], Products& sum);
+void meet_warp(const char* operation, void (*finish)());  // the last lane runs `finish`
+
 // order.cpp
 inline bool happened_before(const Fiber& f, u32 component, u32 epoch) {
   return component == f.self || epoch <= f.knows[component];
@@ -215,6 +234,7 @@ Cta* cta_at(u32 address, Cluster& cluster);  // null: none of the cluster's
 std::string shared_place(u32 address);
 inline u8* host(u32 shared) { return reinterpret_cast<u8*>(static_cast<u64>(shared)); }
 void shared_read(u32 address, u32 bytes);
+void shared_read_async(u32 address, u32 bytes);  // by the asynchronous proxy
 enum class Write { kPlain, kAtomic, kPush, kBulk };
 void shared_write(u32 address, u32 bytes);
 void shared_write(Cta& cta, u32 address, u32 bytes, u32 component, u32 epoch, Write how);

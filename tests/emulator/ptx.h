@@ -60,6 +60,23 @@ EMU_API void mma_fp16(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1
                       u32 b0, u32 b1);
 EMU_API void ldmatrix_x4(u32& r0, u32& r1, u32& r2, u32& r3, u32 address);
 
+// wgmma.cpp. Operands: the floats of D, four words of A, B's descriptor, whether D is added to.
+EMU_API void wgmma_fence();
+EMU_API void wgmma_commit();
+EMU_API void wgmma_wait();
+EMU_API void wgmma(bool fp16, const void* const* operands, u32 count);
+template <typename... Operands>
+inline void wgmma_bf16(const Operands&... operands) {
+  const void* const all[] = {&operands...};
+  wgmma(false, all, sizeof...(operands));
+}
+template <typename... Operands>
+inline void wgmma_fp16(const Operands&... operands) {
+  const void* const all[] = {&operands...};
+  wgmma(true, all, sizeof...(operands));
+}
+inline void nothing(const float&) {}
+
 // Arithmetic. A NaN becomes the one NaN that the device's conversions give.
 inline u16 bf16_of(float value) {
   const u32 bits = __builtin_bit_cast(u32, value);

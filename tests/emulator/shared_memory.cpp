@@ -74,13 +74,15 @@ void note_reader(Cell& cell) {
   cell.readers.push_back(me);
 }
 
-void check_fenced(const Cell& cell, u32 address) {
+// A fence between a generic write and what the asynchronous proxy does there: of the thread that
+// wrote, behind its write, or of this one.
+void check_fenced(const Cell& cell, u32 address, const char* what) {
   const Fiber& f = *machine.now;
-  const bool fenced = f.fenced && (cell.writer == f.self ? cell.epoch <= f.fenced_epoch
-                                                         : cell.epoch <= f.fenced[cell.writer]);
-  if (!fenced) {
-    fail("a bulk copy over generic writes without fence.proxy.async at %s",
-         shared_place(address).c_str());
+  const u32 threads = machine.shape.threads;
+  const Fiber& writer = f.cta->cluster->ctas[cell.writer / threads].fibers[cell.writer % threads];
+  const bool own = f.fenced && cell.epoch <= f.fenced[cell.writer];
+  if (cell.epoch > writer.fenced_epoch && !own) {
+    fail("%s generic writes without fence.proxy.async at %s", what, shared_place(address).c_str());
   }
 }
 
@@ -146,6 +148,16 @@ void shared_read(u32 address, u32 bytes) {
   }
 }
 
+void shared_read_async(u32 address, u32 bytes) {
+  shared_read(address, bytes);
+  Cta& cta = *machine.now->cta;
+  const u32 last = granule_of(cta, address + bytes - 1);
+  for (u32 i = granule_of(cta, address); i <= last; ++i) {
+    const Cell& cell = (*cta.cells)[i];
+    if (cell.epoch != 0 && !cell.async) check_fenced(cell, address, "a product of");
+  }
+}
+
 void shared_write(u32 address, u32 bytes) {
   const Fiber& f = *machine.now;
   shared_write(*f.cta, address, bytes, f.self, f.epoch, Write::kPlain);
@@ -167,7 +179,8 @@ void shared_write(Cta& cta, u32 address, u32 bytes, u32 component, u32 epoch, Wr
     if (cell.epoch != 0 && !both_atomic && !happened_before(f, cell.writer, cell.epoch)) {
       race("write after write", i, cta, cell.writer, cell.epoch);
     }
-    if (cell.epoch != 0 && how == Write::kBulk && !cell.async) check_fenced(cell, address);
+    if (cell.epoch != 0 && how == Write::kBulk && !cell.async)
+      check_fenced(cell, address, "a bulk copy over");
     for (const u64 reader : cell.readers) {
       const u32 who = static_cast<u32>(reader >> 32), when = static_cast<u32>(reader);
       if (!happened_before(f, who, when)) race("write after read", i, cta, who, when);

@@ -9,8 +9,6 @@
 namespace emu {
 namespace {
 
-using Products = double[16][8];
-
 Warp& own_warp() { return machine.now->cta->warps[machine.now->warp]; }
 
 // Waits for all lanes; the last one runs `finish` before any goes on.
@@ -58,12 +56,6 @@ struct HalfTable {
   }
 };
 
-float half_value(u32 bits) {
-  static const HalfTable table;
-  return table.value[bits & 0xffff];
-}
-float bfloat_value(u32 bits) { return __builtin_bit_cast(float, bits << 16); }
-
 // A [16, 16] and B [16, 8] from the lanes' operands, as mma/mma.cuh describes them.
 template <float (*kValue)(u32)>
 void unpack(const Warp& warp, double (&a)[16][16], double (&b)[16][8]) {
@@ -79,18 +71,6 @@ void unpack(const Warp& warp, double (&a)[16][16], double (&b)[16][8]) {
       const u32 k = 2 * t + i * 8;
       b[k][g] = kValue(operand[4 + i]);
       b[k + 1][g] = kValue(operand[4 + i] >> 16);
-    }
-  }
-}
-
-// In float64, in the order of the lanes that hold the operands: how a device adds is not specified.
-__attribute__((optimize("O3"), target_clones("avx2", "default"))) void multiply(
-    const double (&a)[16][16], const double (&b)[16][8], Products& sum) {
-  static const int kOrder[16] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
-  memset(sum, 0, sizeof sum);
-  for (int row = 0; row < 16; ++row) {
-    for (const int k : kOrder) {
-      for (int column = 0; column < 8; ++column) sum[row][column] += a[row][k] * b[k][column];
     }
   }
 }
@@ -130,6 +110,28 @@ u32 load_matrix_word(const u64* rows, u32 matrix) {
 }
 
 }  // namespace
+
+float half_value(u32 bits) {
+  static const HalfTable table;
+  return table.value[bits & 0xffff];
+}
+float bfloat_value(u32 bits) { return __builtin_bit_cast(float, bits << 16); }
+
+// In float64, in the order of the lanes that hold the operands: how a device adds is not specified.
+__attribute__((optimize("O3"), target_clones("avx2", "default"))) void multiply(
+    const double (&a)[16][16], const double (&b)[16][8], Products& sum) {
+  static const int kOrder[16] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
+  memset(sum, 0, sizeof sum);
+  for (int row = 0; row < 16; ++row) {
+    for (const int k : kOrder) {
+      for (int column = 0; column < 8; ++column) sum[row][column] += a[row][k] * b[k][column];
+    }
+  }
+}
+
+void meet_warp(const char* operation, void (*finish)()) {
+  meet(operation, [finish](Warp&) { finish(); });
+}
 
 Coordinates thread_index() { return {machine.now->thread, 0, 0}; }
 Coordinates block_index() {
