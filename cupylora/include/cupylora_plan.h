@@ -690,7 +690,8 @@ static cupylora_i_shrink cupylora_i_wide_shrink(const cupylora_i_work* work,
   return s;
 }
 
-/* The levels of each warp's K tree, the list of chunks, and the slots that the rest has room for. */
+/* The levels of each warp's K tree, the list of chunks, and the slots that the rest has room for.
+ */
 static cupylora_i_shrink cupylora_i_group_shrink(const cupylora_i_build* w,
                                                  const cupylora_i_work* work,
                                                  const cupylora_i_hidden* h) {
