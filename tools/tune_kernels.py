@@ -595,7 +595,7 @@ def programs_to_compile(targets: Sequence[Target]) -> list[str]:
     """Programs of the shipped and the named forms; a search comes to no others."""
     plain = ["fill", "sort", "segments", "plan", "plan_large", "stream"]
     pair = ("ring", "cluster", "shrink", "expand", "shrink_stream", "expand_stream")
-    pair += ("shrink_wide", "shrink_group", "expand_panel")
+    pair += ("shrink_wide", "shrink_group", "expand_direct", "expand_panel")
     plain += [f"lora_{kernel}_bfloat16" for kernel in pair] + ["lora_cluster_float16"]
     both = ("ring", "cluster")
     named = [form for target in targets for form in named_forms(target, both).values()]
