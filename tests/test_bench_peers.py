@@ -14,7 +14,7 @@ import pytest
 from bench_util import FakeMeasurer
 from click.testing import CliRunner
 
-from cupylora.bench.peers import Peers, serves
+from cupylora.bench.peers import Peers, _Worker, serves
 from cupylora.bench.points import Point, suite_points
 from cupylora.bench.record import read_record
 from cupylora.bench.session import run_points
@@ -169,6 +169,12 @@ def test_an_interruption_of_the_checks_ends_them(folder: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_process_that_was_stopped_has_no_last_words(folder: Path) -> None:
+    worker = _Worker(sys.executable, folder)
+    worker.close()
+    assert worker._last_words() == "it was stopped"
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,12 @@ class _Worker:
         return answer
 
     def _last_words(self) -> str:
-        self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - _TAIL))
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        try:
+            self._log.seek(0, os.SEEK_END)
+            self._log.seek(max(0, self._log.tell() - _TAIL))
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+        except (OSError, ValueError):  # closed meanwhile, by who ended the process
+            return "it was stopped"
         return lines[-1].strip() if lines else "it ended without a word"
 
     def close(self) -> None:
