@@ -37,8 +37,8 @@ from tune_kernels import (
 from cupylora.backend import NumpyBackend
 from cupylora.compiler.nvrtc import compile_program
 from cupylora.compiler.sources import read_sources
-from cupylora.errors import CompileError
-from cupylora.ops import _lora_choice, _lora_fused
+from cupylora.errors import ArgumentError, CompileError
+from cupylora.ops import _lora_choice, _lora_fused, _lora_pair
 from cupylora.resources import cuda_source_dir
 
 PROGRAMS = ("lora_shrink_bfloat16", "lora_expand_bfloat16")
@@ -99,6 +99,19 @@ def test_launch_shapes_follow_the_form() -> None:
     assert _lora_fused.ring_shape is _lora_choice.ring_shape
 
 
+def test_a_form_s_kernel_serves() -> None:
+    delta, rows = sys.modules["cupylora.ops.lora_delta"], _lora_pair._STREAM_ROWS
+    work, options = work_of(rows=128, max_rank=64, tile_rows=8), {"kernel": "auto", "hopper": True}
+    for name, border in (("pair", sys.maxsize), ("large", 0), ("cluster", None), ("ring", None)):
+        with installed(Form(kernel=name)):
+            assert delta.choose(work, **options) == ("pair" if name == "large" else name)
+            assert border in (None, _lora_pair._STREAM_ROWS)
+    with installed(Form(kernel="cluster")), pytest.raises(ArgumentError, match="tiles of 64 rows"):
+        delta.choose(replace(work, tile_rows=64), **options)
+    assert delta.choose is _lora_choice.choose
+    assert rows == _lora_pair._STREAM_ROWS
+
+
 @pytest.mark.parametrize("size", [None, 1, 2, 4, 8])
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0, 4.0])
 def test_cluster_shapes_fit_shared_memory(size: int | None, spread: float) -> None:
@@ -145,6 +158,10 @@ def test_named_forms_are_those_that_matter_to_a_target() -> None:
     assert "8" not in named_forms(DECODE, ["ring"])
     assert "half" not in named_forms(ONE, ["cluster"])
     assert named_forms(ONE, ["pair"]) == {}
+    dense = next(t for t in TARGETS if t.name == "4096 r64 T128/1")
+    assert {form.kernel for form in named_forms(dense, ["pair"]).values()} == {
+        *("cluster", "ring", "pair", "large")
+    }
     wide = replace(WIDE, tokens=4096)
     assert "ring" in named_forms(wide, ["pair"])
     assert "ring" not in named_forms(WIDE, ["ring"])

@@ -1,5 +1,5 @@
-"""Forms of the fused LoRA kernels beside the shipped one: what ``lora/tuning.cuh`` can be set to,
-and other shapes of their launches.
+"""Forms of the LoRA kernels beside the shipped one: what ``lora/tuning.cuh`` can be set to, other
+kernels, and other shapes of their launches.
 
 In: a :class:`Form`. Out: within ``installed(form)`` the ops launch it, under names of its own, so
 that nothing of another form is taken for it. No form changes a result.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,8 +19,8 @@ from cupylora.bench import calls
 from cupylora.compiler import loader
 from cupylora.compiler.programs import find_program
 from cupylora.compiler.sources import KernelProgram
-from cupylora.ops import _lora_choice, _lora_fused
-from cupylora.ops._lora_choice import FusedShape, Workload, k_ranges
+from cupylora.ops import _lora_choice, _lora_fused, _lora_pair
+from cupylora.ops._lora_choice import Choice, FusedShape, KernelName, Workload, k_ranges
 
 __all__ = ["DEFINES", "SHIPPED", "Form", "find_form", "form_of", "installed"]
 
@@ -32,6 +33,7 @@ class Form:
     """One form. Values that are None are the rule's own.
 
     defines: of lora/tuning.cuh, those that differ from what ships, sorted.
+    kernel: that serves: "cluster", "ring", the "pair" of small batches, or that of "large" ones.
     cluster: CTAs an item, where K and the device allow.
     parts: clusters that share a tile's columns, each with a shrink of its own (ring).
     resident: share of the clusters that the device holds that are launched at most (ring).
@@ -41,6 +43,7 @@ class Form:
     """
 
     defines: tuple[tuple[str, int], ...] = ()
+    kernel: str | None = None
     cluster: int | None = None
     parts: int = 1
     resident: float = 1.0
@@ -102,6 +105,10 @@ def installed(form: Form) -> Iterator[None]:
     }
     for name in ("enqueue", "resident_blocks", "active_clusters"):
         changes[_lora_fused, name] = _renaming(getattr(_lora_fused, name), form)
+    if form.kernel is not None:
+        delta = sys.modules["cupylora.ops.lora_delta"]
+        changes[delta, "choose"] = _choosing(form.kernel)
+        changes[_lora_pair, "_STREAM_ROWS"] = 0 if form.kernel == "large" else sys.maxsize
     if form.tile_rows is not None:
         changes[calls, "choose_tile_rows"] = lambda *_, **__: form.tile_rows
     with contextlib.ExitStack() as stack:
@@ -110,6 +117,15 @@ def installed(form: Form) -> Iterator[None]:
         stack.callback(_lora_fused._settings.cache_clear)
         _lora_fused._settings.cache_clear()
         yield
+
+
+def _choosing(name: str) -> Any:
+    wanted: Any = "pair" if name == "large" else name
+
+    def choose(work: Workload, *, kernel: Choice, hopper: bool) -> KernelName:  # noqa: ARG001
+        return _lora_choice.choose(work, kernel=wanted, hopper=hopper)
+
+    return choose
 
 
 def _renaming(call: Any, form: Form) -> Any:

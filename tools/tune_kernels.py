@@ -1,4 +1,4 @@
-"""Checks and times forms of the fused LoRA kernels beside the shipped one, on the current GPU.
+"""Checks and times forms of the LoRA kernels beside the shipped one, on the current GPU.
 
 ``PYTHONPATH=$PWD:$PWD/tools python3 tools/tune_kernels.py --seconds 300 --json tune.json``. What is
 timed are the batches that miss their bars (``TARGETS``): rotating input sets in one CUDA graph, the
@@ -123,6 +123,21 @@ TARGETS = (
     Target("qwen r8 of 64 T32/16", 20.2, 12, _QWEN, 8, 32, 16, max_rank=64, first_only=True),
     Target("qwen r8 of 64 T128/16", 66.2, 29.9, _QWEN, 8, 128, 16, max_rank=64, first_only=True),
     Target("qwen r64 T128/16", 231, 220, _QWEN, rank=64, tokens=128, active=16),
+    Target("4096 r64 T1", 3.9, 2.9, rank=64, width=4096),
+    Target("4096 r64 T8/1", 5.0, 3.3, rank=64, tokens=8, width=4096),
+    Target("4096 r64 T32/1", 5.9, 4.1, rank=64, tokens=32, width=4096),
+    Target("4096 r64 T32/16", 10.0, 8.3, rank=64, tokens=32, active=16, width=4096),
+    Target("4096 r64 T128/1", 15.0, 6.3, rank=64, tokens=128, width=4096),
+    Target("4096 r64 T128/16", 11.9, 9.7, rank=64, tokens=128, active=16, width=4096),
+    Target("4096 r64 T128/64", 28.8, 22.5, rank=64, tokens=128, active=64, width=4096),
+    Target("14336 r64 T1", 4.2, 3.5, rank=64, width=14336),
+    Target("14336 r64 T8/4", 8.5, 5.8, rank=64, tokens=8, active=4, width=14336),
+    Target("14336 r64 T32/1", 10.6, 5.7, rank=64, tokens=32, width=14336),
+    Target("14336 r64 T32/4", 14.0, 7.8, rank=64, tokens=32, active=4, width=14336),
+    Target("14336 r64 T128/1", 17.7, 12.9, rank=64, tokens=128, width=14336),
+    Target("4096 r16 T8/1", 3.2, 2.6, tokens=8, width=4096),
+    Target("4096 r16 T128/1", 5.2, 3.8, tokens=128, width=4096),
+    Target("14336 r16 T32/1", 5.7, 3.7, tokens=32, width=14336),
 )
 
 
@@ -150,6 +165,19 @@ _CLUSTER = {
     "more": _form(spread=2.0),
 }
 _MANY = {"8": _form(tile_rows=8), "8+quads": _form({"QUADS": 1}, tile_rows=8)}
+_DENSE = {
+    **{f"C{size}": _form(kernel="cluster", cluster=size, tile_rows=8) for size in (1, 2, 4, 8)},
+    **{
+        f"C{size}{name}": _form(kernel="cluster", cluster=size, spread=spread, tile_rows=8)
+        for size in (4, 8)
+        for name, spread in (("-", 0.5), ("+", 2.0))
+    },
+    **{f"ring{size}": _form(kernel="ring", cluster=size, tile_rows=8) for size in (1, 2, 4, 8)},
+    **{f"pair{rows}": _form(kernel="pair", tile_rows=rows) for rows in (8, 16)},
+    **{f"large{rows}": _form(kernel="large", tile_rows=rows) for rows in (16, 32, 64)},
+}
+"""Of a dense module's small batches: each kernel."""
+
 _WIDE_MANY = {
     "ring": _form(tile_rows=8),
     "ring+quads": _form({"QUADS": 1}, tile_rows=8),
@@ -162,6 +190,8 @@ def named_forms(target: Target, kernels: Iterable[str]) -> dict[str, Form]:
     for such targets first."""
     used = set(kernels) & {"ring", "cluster"}
     many = target.tokens >= _MANY_TOKENS
+    if target.width and not many:
+        return _DENSE
     if target.wide and many:
         return _WIDE_MANY
     forms: dict[str, Form] = {}
@@ -254,14 +284,14 @@ class PointBench:
     graphs: Graphs
     target: Target
     sets: int | None = None
-    _made: dict[int | None, tuple[Workload, Outputs]] = field(default_factory=dict)
+    _made: dict[tuple[int | None, bool], tuple[Workload, Outputs]] = field(default_factory=dict)
     _expected: list[Any] = field(default_factory=list)
     _error: float | None = None
 
     def run(self, form: Form) -> dict[str, Any]:
         """Check and time a form; the first is the one that others are compared with."""
         with installed(form), self.graphs.active():
-            work, outputs = self._workload(form.tile_rows)
+            work, outputs = self._workload(form.tile_rows, form.kernel == "large")
             launches: list[str] = []
             outputs.restore()
             work.check.before()
@@ -290,9 +320,9 @@ class PointBench:
             "launches": list(dict.fromkeys(launches)),
         }
 
-    def _workload(self, tile_rows: int | None) -> tuple[Workload, Outputs]:
-        """For forms that want the same lists."""
-        if tile_rows not in self._made:
+    def _workload(self, tile_rows: int | None, large: bool) -> tuple[Workload, Outputs]:
+        """For forms that want the same lists and workspace."""
+        if (tile_rows, large) not in self._made:
             self._made.clear()  # one at a time has room
             point = self.target.point()
             work = make_workload(self.backend, point, Pools(self.backend), self.sets)
@@ -301,8 +331,8 @@ class PointBench:
                 parts = tuple(tuple(partial(c, rank=rank) for c in part) for part in work.parts)
                 work = replace(work, parts=parts)
             self.backend.synchronize()
-            self._made[tile_rows] = work, Outputs.of(work)
-        return self._made[tile_rows]
+            self._made[tile_rows, large] = work, Outputs.of(work)
+        return self._made[tile_rows, large]
 
     def _off_reference(self, work: Workload) -> float:
         """Error against the float32 reference; equal bits have an equal one."""
