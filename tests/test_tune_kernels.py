@@ -112,6 +112,19 @@ def test_a_form_s_kernel_serves() -> None:
     assert rows == _lora_pair._STREAM_ROWS
 
 
+@pytest.mark.parametrize("wide", [4096, 14336])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_of_the_cluster_kernel_are_equal_and_fit(parts: int, size: int, wide: int) -> None:
+    work = work_of(rows=128, in_features=4096, widths=(wide,), max_rank=64, tile_rows=8)
+    with installed(Form(kernel="cluster", cluster=size, parts=parts)):
+        shape = _lora_fused.cluster_shape(work, 132)
+    assert _lora_fused._cluster_bytes(work, shape) <= _lora_choice._SHARED_LIMIT
+    made = -(-wide // (size * shape.cta_columns))
+    assert made >= parts or shape.cta_columns == 64
+    assert abs(wide / (made * size) - shape.cta_columns) <= 64
+
+
 @pytest.mark.parametrize("size", [None, 1, 2, 4, 8])
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0, 4.0])
 def test_cluster_shapes_fit_shared_memory(size: int | None, spread: float) -> None:

@@ -35,7 +35,8 @@ class Form:
     defines: of lora/tuning.cuh, those that differ from what ships, sorted.
     kernel: that serves: "cluster", "ring", the "pair" of small batches, or that of "large" ones.
     cluster: CTAs an item, where K and the device allow.
-    parts: clusters that share a tile's columns, each with a shrink of its own (ring).
+    parts: clusters that share a tile's columns, each with a shrink of its own (ring; of the cluster
+        kernel where ``kernel`` asks for it, as long as B's share fits shared memory).
     resident: share of the clusters that the device holds that are launched at most (ring).
     even: no more of them than take every round of the expected items alike (ring).
     spread: CTAs an item in all, against the rule's (cluster kernel).
@@ -155,6 +156,16 @@ def _ring_shapes(form: Form) -> Any:
     return shape_of
 
 
+def _cluster_of(work: Workload, size: int, parts: int, blocks: int) -> FusedShape:
+    """Clusters of ``size`` and ``parts`` of them a tile, more where B's share would not fit."""
+    wide = max(work.widths)
+    room = _lora_choice._SHARED_LIMIT - _lora_choice.cluster_sum_bytes(work, size)
+    fit = max(64, room // (work.max_rank * 2) // 64 * 64)
+    columns = _lora_choice._cut(wide, size * max(parts, math.ceil(wide / (size * fit))))
+    most = work.tile_capacity * _lora_choice._parts(work.widths, size * columns)
+    return FusedShape(size, columns, max(1, min(most, 4 * blocks // size)))
+
+
 def _cluster_shapes(form: Form) -> Any:
     plain = _lora_choice.cluster_shape
 
@@ -164,6 +175,8 @@ def _cluster_shapes(form: Form) -> Any:
             return shape
         wide = max(work.widths)
         size = min(form.cluster or shape.cluster, k_ranges(work.in_features), 8)
+        if form.kernel == "cluster":
+            return _cluster_of(work, size, form.parts, blocks)
         ctas = math.ceil(wide / shape.cta_columns * form.spread)
         room = _lora_choice._SHARED_LIMIT - _lora_choice.cluster_sum_bytes(work, size)
         fit = max(64, min(_lora_choice._B_LIMIT, room) // (work.max_rank * 2) // 64 * 64)

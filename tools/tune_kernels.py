@@ -166,11 +166,10 @@ _CLUSTER = {
 }
 _MANY = {"8": _form(tile_rows=8), "8+quads": _form({"QUADS": 1}, tile_rows=8)}
 _DENSE = {
-    **{f"C{size}": _form(kernel="cluster", cluster=size, tile_rows=8) for size in (1, 2, 4, 8)},
     **{
-        f"C{size}{name}": _form(kernel="cluster", cluster=size, spread=spread, tile_rows=8)
-        for size in (4, 8)
-        for name, spread in (("-", 0.5), ("+", 2.0))
+        f"C{size}P{parts}": _form(kernel="cluster", cluster=size, parts=parts, tile_rows=8)
+        for size in (8, 4, 2)
+        for parts in (1, 2, 4)
     },
     **{f"ring{size}": _form(kernel="ring", cluster=size, tile_rows=8) for size in (1, 2, 4, 8)},
     **{f"pair{rows}": _form(kernel="pair", tile_rows=rows) for rows in (8, 16)},
