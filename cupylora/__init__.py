@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cupylora.layers.plan import BatchPlan
     from cupylora.layers.workspace import Workspace
     from cupylora.runtime import LoraRuntime
-    from cupylora.shapes import LoraLimits, ModelShape, load_model
+    from cupylora.shapes import LoraLimits, ModelShape, ModuleShape, MoeShape, load_model
 
 __all__ = [
     "Arena",
@@ -41,7 +41,9 @@ __all__ = [
     "LoraLimits",
     "LoraRuntime",
     "ModelShape",
+    "ModuleShape",
     "MoeLora",
+    "MoeShape",
     "MoeWeights",
     "SlotTable",
     "Step",
@@ -80,7 +82,7 @@ _HOMES = {
     "layers.plan": ("BatchPlan",),
     "layers.workspace": ("Workspace",),
     "runtime": ("LoraRuntime",),
-    "shapes": ("LoraLimits", "ModelShape", "load_model"),
+    "shapes": ("LoraLimits", "ModelShape", "ModuleShape", "MoeShape", "load_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -95,7 +95,7 @@ class Adapter:
     """
 
     name: str
-    factors: Mapping[tuple[int, str], LoraFactors]
+    factors: Mapping[tuple[int, str], LoraFactors] = field(repr=False)
     source: str = field(default="memory")
 
     def __post_init__(self) -> None:

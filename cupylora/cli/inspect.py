@@ -91,7 +91,7 @@ def command(
     be checked with it.
 
     Exit code 0: it would be loaded, 1: it would be refused, for the problems listed, each with what
-    to do; 2: wrong usage, or no adapter there.
+    to do (also where DIR has no adapter's files); 2: wrong usage, or nothing there.
     """
     check_writable(json_file)
     target = load_model(model) if model is not None else None
