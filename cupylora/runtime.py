@@ -362,8 +362,8 @@ class LoraRuntime:
             raise ArgumentError(f"progress is a {type(progress).__name__}; a function is needed")
         if adapter is None and self.store is None:
             raise ArgumentError(
-                f"adapter is left out for {name!r}, but there is no host cache to find it in; give "
-                "it, or make the runtime with host_cache_bytes"
+                f"adapter is left out for {name!r}, but there is no host cache to find it in; "
+                "load it by its path, or make the runtime with host_cache_bytes"
             )
         self._refuse_inside("load")
         return progress or (lambda _: None)

@@ -233,7 +233,9 @@ def test_names_that_are_not_there() -> None:
     store = tiny_store()
     store.put("a", tiny(1))
     for call in (store.get, store.drop):
-        with pytest.raises(ArgumentError, match=r"adapter b is not in the store, which has: a"):
+        with pytest.raises(
+            ArgumentError, match=r"b is not in the host cache, which has: a"
+        ):
             call("b")
     broken = tiny(2)
     broken.factors[0, "q_proj"].a[0, 0, 0] = np.nan
@@ -276,7 +278,7 @@ def test_what_a_batch_needs_is_brought_in(backend: ArrayBackend) -> None:
         assert set(names) <= set(made.runtime.loaded)
     with pytest.raises(CapacityError, match=r"3 adapters wanted in one batch, .* 2 slots"):
         made.runtime.ensure(["a0", "a1", "a2"])
-    with pytest.raises(ArgumentError, match=r"adapter x is not in the store"):
+    with pytest.raises(ArgumentError, match=r"adapter x is not in the host cache"):
         made.runtime.ensure(["x"])
 
 

@@ -82,7 +82,10 @@ class SlotLeases:
         slot = self._slot_of.get(name)
         if slot is None:
             loaded = ", ".join(map(shown, sorted(self._slot_of))) or "none"
-            raise ArgumentError(f"adapter {name!r} is not loaded; loaded are: {loaded}")
+            raise ArgumentError(
+                f"adapter {name!r} is not loaded; loaded are: {loaded}. Load it (again, where it "
+                "had to make room), and pin what must stay"
+            )
         return slot
 
     def use(self, used: SlotSet, step: int) -> None:

@@ -317,7 +317,10 @@ class AdapterStore:
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(map(shown, sorted(self._entries))) or "none"
-            raise ArgumentError(f"adapter {shown(name)} is not in the store, which has: {known}")
+            raise ArgumentError(
+                f"adapter {shown(name)} is not in the host cache, which has: {known}; load it by "
+                "its path, or put it there"
+            )
         return entry
 
     def _pack(self, name: str, adapter: Adapter | str | Path, say: Say) -> PackedAdapter:
