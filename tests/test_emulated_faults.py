@@ -242,6 +242,14 @@ FAULTS = {
         "race:|unset shared memory",
         _delta("stream", tile_rows=TOGETHER_ROWS),
     ),
+    "warpgroup shrink: barriers not fenced for bulk copies": Fault(
+        GROUP,
+        "lora/shrink_group.cu",
+        "    fence_mbarrier_init();  // for the bulk copies\n",
+        "",
+        "without fence.mbarrier_init",
+        _delta("stream", first=270, tile_rows=TOGETHER_ROWS),
+    ),
     "warpgroup shrink: words of x not fenced for the product": Fault(
         GROUP,
         "lora/shrink_group.cu",

@@ -233,9 +233,7 @@ def test_names_that_are_not_there() -> None:
     store = tiny_store()
     store.put("a", tiny(1))
     for call in (store.get, store.drop):
-        with pytest.raises(
-            ArgumentError, match=r"b is not in the host cache, which has: a"
-        ):
+        with pytest.raises(ArgumentError, match=r"b is not in the host cache, which has: a"):
             call("b")
     broken = tiny(2)
     broken.factors[0, "q_proj"].a[0, 0, 0] = np.nan

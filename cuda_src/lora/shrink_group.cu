@@ -105,8 +105,8 @@ struct ACopy {
   }
 };
 
-// An A that is not packed or does not lie in pieces, and the last chunk of a K that is no multiple
-// of 64, by a whole warp.
+// Where A is not packed or does not lie in pieces, in any slice, or K is no multiple of 64: a chunk
+// of A by a whole warp.
 __device__ __forceinline__ void copy_a_apart(const ShrinkArgs& args, u32 index, i32 chunk,
                                              u32 place) {
   const i32 line = threadIdx.x % kWarp / 8, piece = threadIdx.x % 8;
@@ -365,7 +365,10 @@ __global__ void __launch_bounds__(kThreads, 1) lora_shrink_group(ShrinkArgs args
   const u32 chunks = levels + kUsers * args.sum_bytes;
   SlotRing ring(shared_address(barriers), base, Shape::kSlotBytes, args.slots);
   list_chunks<kThreads>(chunks, order);
-  if (threadIdx.x == 0) ring.init(kTeam + 1, kUsers);
+  if (threadIdx.x == 0) {
+    ring.init(kTeam + 1, kUsers);
+    fence_mbarrier_init();  // for the bulk copies
+  }
   __syncthreads();
   if (!args.plan_settled) wait_for_predecessor();
   if (warp < kUsers) {

@@ -127,7 +127,7 @@ MEANINGS: Mapping[str, str] = {
     "sink": "written if a sum is what it never is",
     "sizes": "sizes of the batch, by value",
     "slices": "where each slice's columns lie in y, by value",
-    "slots": "slots of the ring in shared memory",
+    "slots": "slots of the ring in shared memory; of lora_shrink_group 4 to 16",
     "sorted": "the pass's order, written",
     "source": "bytes of a file, on an even address",
     "split_stride": "float32 elements from one split of h to the next",

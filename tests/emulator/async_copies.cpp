@@ -80,6 +80,11 @@ void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (cta_at(to, *cta.cluster) != &cta) fail("a bulk copy to %x, outside the CTA", to);
   global_read(reinterpret_cast<u64>(from), bytes, Read::kBulk);
   shared_write(cta, to, bytes, async_component(m), m.phase + 1, Write::kBulk);
+  const Cell& init = cell_at(cta, barrier);
+  if (init.epoch > cta.fibers[init.writer % machine.shape.threads].initialised_epoch) {
+    fail("a bulk copy for the mbarrier at %s without fence.mbarrier_init",
+         shared_place(barrier).c_str());
+  }
   memset(host(to), kUnset, bytes);
   ++m.under_way;
   Transfer t(Transfer::kBulk, m);
