@@ -17,7 +17,7 @@ C_BLOCKS = re.findall(r"^```c\n(.*?)^```", README, re.S | re.M)
 
 
 def test_there_are_examples() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     assert len(C_BLOCKS) == 1
 
 
