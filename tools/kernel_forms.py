@@ -8,6 +8,7 @@ that nothing of another form is taken for it. No form changes a result.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -107,7 +108,7 @@ def installed(form: Form) -> Iterator[None]:
     for name in ("enqueue", "resident_blocks", "active_clusters"):
         changes[_lora_fused, name] = _renaming(getattr(_lora_fused, name), form)
     if form.kernel is not None:
-        delta = sys.modules["cupylora.ops.lora_delta"]
+        delta = importlib.import_module("cupylora.ops.lora_delta")
         changes[delta, "choose"] = _choosing(form.kernel)
         changes[_lora_pair, "_STREAM_ROWS"] = 0 if form.kernel == "large" else sys.maxsize
     if form.tile_rows is not None:
