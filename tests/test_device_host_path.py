@@ -36,7 +36,8 @@ def _waits(program: str, kernel: str) -> bool:
         return kernel == "expert_problems"
     sources = read_sources(find_program(program), cuda_source_dir())
     own = (text for name, text in sources.headers.items() if name != "ptx/memory.cuh")
-    return any("wait_for_predecessor();" in text for text in (sources.text, *own))
+    calls = ("wait_for_predecessor();", "predecessor.wait();")
+    return any(call in text for text in (sources.text, *own) for call in calls)
 
 
 @dataclasses.dataclass

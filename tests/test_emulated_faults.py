@@ -285,7 +285,7 @@ FAULTS = {
     "warpgroup shrink: h written while the kernel ahead runs": Fault(
         GROUP,
         "lora/shrink_group.cu",
-        "    if (!waited) wait();\n    float sum",
+        "    predecessor.wait();\n    float sum",
         "    float sum",
         "kernel ahead",
         _delta("stream", tile_rows=TOGETHER_ROWS),

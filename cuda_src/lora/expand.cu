@@ -25,13 +25,7 @@ __global__ void __launch_bounds__(kThreads, 3) lora_expand(ExpandArgs args) {
   const i32 per_tile = slices.first_block[args.num_slices] * args.parts;
   const i64 items = static_cast<i64>(*args.tile_count) * per_tile;
   const i64 warps = static_cast<i64>(gridDim.x) * kWarps;
-  bool waited = false;
-  const auto wait = [&] {
-    if (waited) return;
-    wait_for_predecessor();
-    release_successor();
-    waited = true;
-  };
+  Predecessor predecessor;
 
   for (i64 at = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / kWarp; at < items;
        at += warps) {
@@ -78,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 3) lora_expand(ExpandArgs args) {
       Weights weights;
       weights.load(b + column * pitch + 8 * t, pitch, columns, rank - 4 * t, b_vector,
                    unknown_zero());
-      wait();
+      predecessor.wait();
       if (IsFp16<T>::value && column0 == first) {
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
@@ -131,5 +125,5 @@ __global__ void __launch_bounds__(kThreads, 3) lora_expand(ExpandArgs args) {
       }
     }
   }
-  wait();
+  predecessor.wait();
 }

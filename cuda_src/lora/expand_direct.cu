@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 4) lora_expand_direct(ExpandArgs arg
   const SliceColumns& slices = args.slices;
   const u32 per_tile = slices.first_block[args.num_slices];
   const u32 items = *args.tile_count * per_tile, step = gridDim.x * kWarps;
-  bool waited = false;
+  Predecessor predecessor;
   for (u32 at = blockIdx.x * kWarps + threadIdx.x / kWarp; at < items; at += step) {
     const u32 tile_index = at / per_tile;
     const i32 block = at - tile_index * per_tile;
@@ -125,11 +125,7 @@ __global__ void __launch_bounds__(kThreads, 4) lora_expand_direct(ExpandArgs arg
                          static_cast<i64>(rank) * 2, columns - c * kBlockColumns,
                          rank - k * kRankStep - 4 * t, b_vector, unknown_zero());
     }
-    if (!waited) {
-      wait_for_predecessor();
-      release_successor();
-      waited = true;
-    }
+    predecessor.wait();
     const i64 h_pitch = static_cast<i64>(args.num_slices) * args.rank_pitch;
     const float* h_at =
         args.h + (tile.first_row + g) * h_pitch + static_cast<i64>(slice) * args.rank_pitch + 4 * t;
@@ -178,8 +174,5 @@ __global__ void __launch_bounds__(kThreads, 4) lora_expand_direct(ExpandArgs arg
       load_y<T>(before, y, args, found, row0 + kRows, rows, piece_columns);
     }
   }
-  if (!waited) {
-    wait_for_predecessor();
-    release_successor();
-  }
+  predecessor.wait();
 }

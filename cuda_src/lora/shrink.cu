@@ -128,16 +128,10 @@ __global__ void __launch_bounds__(kThreads, ShrinkShape<MT, NT>::kBlocksPerSm)
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const i32 own_rank = threadIdx.x % Shape::kRanks, own_row = threadIdx.x / Shape::kRanks;
   const bool x_vector = args.x_vector != 0;
-  bool waited = false;
   // The successor may start once all work before this kernel is done, so that the work list that
   // both read, and y, are complete for it too.
-  const auto wait = [&] {
-    if (waited) return;
-    wait_for_predecessor();
-    release_successor();
-    waited = true;
-  };
-  if (!args.plan_settled) wait();
+  Predecessor predecessor;
+  if (!args.plan_settled) predecessor.wait();
   i32 buffer = 0;
 
   const i64 items = ShrinkItem::count(args);
@@ -167,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, ShrinkShape<MT, NT>::kBlocksPerSm)
       const i64 row = found.index(n, row0 >= kWarp);
       x_rows[nt] = n < tile.rows ? args.x + row * args.x_pitch : nullptr;
     }
-    wait();
+    predecessor.wait();
 #pragma unroll
     for (int i = 0; i < Shape::kStages; ++i) {
       const i32 chunk = i < rounds.count ? rounds.chunk(i) : -1;
@@ -223,5 +217,5 @@ __global__ void __launch_bounds__(kThreads, ShrinkShape<MT, NT>::kBlocksPerSm)
       if (n < tile.rows) h_row(args, tile, n, place.slice, item.split)[place.rank] = total[o];
     }
   }
-  wait();
+  predecessor.wait();
 }

@@ -44,15 +44,13 @@ struct GroupShape {
   static_assert(kSlotBytes % kSlotAlign == 0 && kTeamRows % 8 == 0);
 };
 
-// What the lists say of a work item.
-struct Found {
+// A work item, and the A of its tile's adapter.
+struct Found : Work {
   u32 index;
-  ShrinkItem item;
-  Tile tile;
   SliceFactors factors;
 
   __device__ __forceinline__ Found(const ShrinkArgs& args, u32 at)
-      : index(at), item(args, at), tile(item.record->head), factors(args, tile) {}
+      : Work(args, at), index(at), factors(args, tile) {}
 };
 
 // Calls f(found, share, rows) for everything that this CTA does, in order.
@@ -190,12 +188,7 @@ __device__ __forceinline__ void copy(const ShrinkArgs& args, const KOrder& order
   const i32 team = copier / kTeam, first_row = copier % kTeam * Shape::kTeamRows;
   const bool brings_a = first_row == 0;
   i32 turn = team;  // slots until this team's next one
-  bool waited = false;
-  const auto wait = [&] {
-    wait_for_predecessor();
-    release_successor();
-    waited = true;
-  };
+  Predecessor predecessor;
   each_item<R>(args, order, [&](const Found& found, const RangeShare& share, i32 rows) {
     const u32 index = found.index;
     const ACopy a(args, found);
@@ -208,15 +201,16 @@ __device__ __forceinline__ void copy(const ShrinkArgs& args, const KOrder& order
       turn = kTeams - 1;
       const i32 chunk = load2_shared(chunks + 2 * at);
       uint4 v[Shape::kTurns];
-      if (waited) x.load(v, args, chunk);
+      const bool ahead = predecessor.waited;
+      if (ahead) x.load(v, args, chunk);
       const u32 slot = ring.acquire();
       if (brings_a && a.bulk) {
         a.start(slot + Shape::kXBytes, chunk, ring.full());
       } else if (brings_a) {
         copy_a_apart(args, index, chunk, slot + Shape::kXBytes);
       }
-      if (!waited) {
-        wait();
+      if (!ahead) {
+        predecessor.wait();
         x.load(v, args, chunk);
       }
       store_words(v, slot + first_row * kChunkBytes);
@@ -231,7 +225,7 @@ __device__ __forceinline__ void copy(const ShrinkArgs& args, const KOrder& order
     ring.skip(end - (at - turn));
     turn = at - end;
   });
-  if (!waited) wait();
+  predecessor.wait();
 }
 
 // The products of a warp: its rank tile by the part's rows.
@@ -331,22 +325,17 @@ __device__ __forceinline__ void multiply(const ShrinkArgs& args, const KOrder& o
   const i32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const u32 own = GroupShape<R>::kXBytes + warp * kRankTile * kChunkBytes;
   const Products<T, R> products{order, own + swizzled_piece(g, (g & 1) * 4 + t)};
-  bool waited = false;
-  const auto wait = [&] {
-    wait_for_predecessor();
-    // The successor may start once all work before this kernel is done, so that the work list that
-    // both read, and y, are complete for it too.
-    release_successor();
-    waited = true;
-  };
+  // The successor may start once all work before this kernel is done, so that the work list that
+  // both read, and y, are complete for it too.
+  Predecessor predecessor;
   each_item<R>(args, order, [&](const Found& found, const RangeShare& share, i32 rows) {
-    if (!waited) wait();
+    predecessor.wait();
     float sum[GroupShape<R>::kNT][4];
     products.sum_item(sum, ring, share, levels);
     const i32 rank = (found.item.group * kUsers + warp) * kRankTile + g;
     store_sums(args, found, rank, found.item.part * R + 2 * t, rows - 2 * t, sum);
   });
-  if (!waited) wait();
+  predecessor.wait();
 }
 
 }  // namespace

@@ -120,6 +120,17 @@ __device__ __forceinline__ void release_successor() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 #endif
 }
+// Both, at the first call: for a thread that looks things up for as long as it may.
+struct Predecessor {
+  bool waited = false;
+
+  __device__ __forceinline__ void wait() {
+    if (waited) return;
+    wait_for_predecessor();
+    release_successor();
+    waited = true;
+  }
+};
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
