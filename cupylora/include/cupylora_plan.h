@@ -673,20 +673,32 @@ static cupylora_i_shrink cupylora_i_stream_shrink(const cupylora_i_work* work,
   return s;
 }
 
+/* Of the wide shrinks: rows of a part of a tile, levels of a warp's K tree, the list of chunks. */
+static int64_t cupylora_i_wide_part(const cupylora_i_work* work) {
+  return work->tile_rows <= CUPYLORA_SHORT_PART ? CUPYLORA_SHORT_PART : CUPYLORA_WIDE_PART;
+}
+
+static int64_t cupylora_i_wide_levels(const cupylora_i_work* work, const cupylora_i_hidden* h) {
+  return cupylora_i_log2(cupylora_i_k_ranges(work->in_features) / h->splits);
+}
+
+static int64_t cupylora_i_chunk_list(const cupylora_i_work* work) {
+  const int64_t chunks = cupylora_i_ceil(work->in_features, CUPYLORA_PAIR_CHUNK);
+  return cupylora_i_up(chunks * CUPYLORA_CHUNK_ENTRY, 16);
+}
+
 /* The slots of all warps, the levels of each one's K tree, the list of chunks. */
 static cupylora_i_shrink cupylora_i_wide_shrink(const cupylora_i_work* work,
                                                 const cupylora_i_hidden* h) {
   const int many = cupylora_i_groups(work, CUPYLORA_WIDE_TILES) > 1;
-  const int is_short = work->tile_rows <= CUPYLORA_SHORT_PART;
   const int64_t tiles = many ? CUPYLORA_MOST_WIDE_TILES : CUPYLORA_WIDE_TILES;
-  const int64_t part = is_short ? CUPYLORA_SHORT_PART : CUPYLORA_WIDE_PART;
-  const int64_t levels = cupylora_i_log2(cupylora_i_k_ranges(work->in_features) / h->splits);
-  const int64_t chunks = cupylora_i_ceil(work->in_features, CUPYLORA_PAIR_CHUNK);
-  const int64_t slots = many && is_short ? CUPYLORA_FEW_WIDE_SLOTS : CUPYLORA_WIDE_SLOTS;
+  const int64_t part = cupylora_i_wide_part(work), levels = cupylora_i_wide_levels(work, h);
+  const int few = many && part == CUPYLORA_SHORT_PART;
+  const int64_t slots = few ? CUPYLORA_FEW_WIDE_SLOTS : CUPYLORA_WIDE_SLOTS;
   cupylora_i_shrink s = cupylora_i_shrink_of(work, tiles, part);
   s.sum_bytes = levels * (tiles * part / (CUPYLORA_WIDE_WARPS * 8)) * CUPYLORA_PRODUCT_BYTES;
   s.shared = slots * (part + tiles * CUPYLORA_RANK_TILE) * CUPYLORA_CHUNK_BYTES;
-  s.shared += CUPYLORA_WIDE_WARPS * s.sum_bytes + cupylora_i_up(chunks * CUPYLORA_CHUNK_ENTRY, 16);
+  s.shared += CUPYLORA_WIDE_WARPS * s.sum_bytes + cupylora_i_chunk_list(work);
   return s;
 }
 
@@ -695,15 +707,12 @@ static cupylora_i_shrink cupylora_i_wide_shrink(const cupylora_i_work* work,
 static cupylora_i_shrink cupylora_i_group_shrink(const cupylora_i_build* w,
                                                  const cupylora_i_work* work,
                                                  const cupylora_i_hidden* h) {
-  const int is_short = work->tile_rows <= CUPYLORA_SHORT_PART;
-  const int64_t part = is_short ? CUPYLORA_SHORT_PART : CUPYLORA_WIDE_PART;
-  const int64_t levels = cupylora_i_log2(cupylora_i_k_ranges(work->in_features) / h->splits);
-  const int64_t chunks = cupylora_i_ceil(work->in_features, CUPYLORA_PAIR_CHUNK);
+  const int64_t part = cupylora_i_wide_part(work), levels = cupylora_i_wide_levels(work, h);
   const int64_t ranks = CUPYLORA_GROUP_TILES * CUPYLORA_RANK_TILE;
   const int64_t slot = (part + ranks) * CUPYLORA_CHUNK_BYTES;
   const int64_t room = w->c->shared_block - CUPYLORA_RESERVED_BYTES;
   cupylora_i_shrink s = cupylora_i_shrink_of(work, CUPYLORA_GROUP_TILES, part);
-  int64_t rest = CUPYLORA_GROUP_ALIGN + cupylora_i_up(chunks * CUPYLORA_CHUNK_ENTRY, 16);
+  int64_t rest = CUPYLORA_GROUP_ALIGN + cupylora_i_chunk_list(work);
   s.sum_bytes = levels * (part / 8) * CUPYLORA_PRODUCT_BYTES;
   rest += CUPYLORA_GROUP_WARPS * s.sum_bytes;
   s.slots = cupylora_i_min(CUPYLORA_GROUP_SLOTS, cupylora_i_max(0, room - rest) / slot);

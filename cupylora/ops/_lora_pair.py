@@ -305,6 +305,12 @@ def _large_shrinks(inputs: LoraInputs, layout: HiddenLayout, dtype: str) -> Iter
     """Those of large batches, the better one first."""
     tile_rows, rank = inputs.segments.tile_rows, inputs.max_rank
     ranges = k_ranges(inputs.in_features) // layout.splits
+
+    def form_of(name: str, tiles: int, part: int, **launch: int) -> _ShrinkForm:
+        parts, groups = -(-tile_rows // part), _tile_groups(layout.slices, rank, tiles)
+        program, kernel = f"lora_shrink_{name}_{dtype}", f"{tiles}_{part}"
+        return _ShrinkForm(program, kernel, parts, groups, **launch)
+
     if tile_rows >= _SHORT_PART and _is_wide(layout.rows, inputs.in_features, rank):
         many = _tile_groups(layout.slices, rank, _WIDE_TILES) > 1
         tiles = _MOST_WIDE_TILES if many else _WIDE_TILES
@@ -313,37 +319,14 @@ def _large_shrinks(inputs: LoraInputs, layout: HiddenLayout, dtype: str) -> Iter
         if many and is_hopper():
             sums, slots, smem = _group_room(part, ranges, chunks)
             if slots >= _FEWEST_GROUP_SLOTS:
-                yield _ShrinkForm(
-                    f"lora_shrink_group_{dtype}",
-                    f"{_GROUP_TILES}_{part}",
-                    parts=-(-tile_rows // part),
-                    groups=_tile_groups(layout.slices, rank, _GROUP_TILES),
-                    sum_bytes=sums,
-                    slots=slots,
-                    smem=smem,
-                    threads=_GROUP_THREADS,
-                )
+                launch = {"sum_bytes": sums, "slots": slots, "smem": smem}
+                yield form_of("group", _GROUP_TILES, part, **launch, threads=_GROUP_THREADS)
         sums, smem = _wide_room(tiles, part, ranges, chunks)
-        yield _ShrinkForm(
-            f"lora_shrink_wide_{dtype}",
-            f"{tiles}_{part}",
-            parts=-(-tile_rows // part),
-            groups=_tile_groups(layout.slices, rank, tiles),
-            sum_bytes=sums,
-            smem=smem,
-            threads=_WIDE_THREADS,
-        )
+        yield form_of("wide", tiles, part, sum_bytes=sums, smem=smem, threads=_WIDE_THREADS)
     tiles = _group_tiles(layout.slices, rank)
     part = _stream_part(tiles, tile_rows)
     sums, smem = _shrink_room(tiles, part, ranges)
-    yield _ShrinkForm(
-        f"lora_shrink_stream_{dtype}",
-        f"{tiles}_{part}",
-        parts=-(-tile_rows // part),
-        groups=_rank_groups(layout.slices, rank),
-        sum_bytes=sums,
-        smem=smem,
-    )
+    yield form_of("stream", tiles, part, sum_bytes=sums, smem=smem)
 
 
 def _pack_shrink(inputs: LoraInputs, h: int, layout: HiddenLayout, form: _ShrinkForm) -> bytes:
@@ -395,7 +378,7 @@ def _wide_room(tiles: int, rows: int, ranges: int, chunks: int) -> tuple[int, in
     few = tiles == _MOST_WIDE_TILES and rows == _SHORT_PART
     slots = _FEW_WIDE_SLOTS if few else _WIDE_SLOTS
     slot = (rows + tiles * _RANK_TILE) * _CHUNK_BYTES
-    return levels, slots * slot + _WIDE_WARPS * levels + -(-chunks * _CHUNK_ENTRY // 16) * 16
+    return levels, slots * slot + _WIDE_WARPS * levels + _chunk_list_bytes(chunks)
 
 
 def _group_room(rows: int, ranges: int, chunks: int) -> tuple[int, int, int]:
@@ -403,9 +386,14 @@ def _group_room(rows: int, ranges: int, chunks: int) -> tuple[int, int, int]:
     that the rest has room for, and shared memory in all."""
     levels = (ranges.bit_length() - 1) * (rows // 8) * _PRODUCT_BYTES
     slot = (rows + _GROUP_TILES * _RANK_TILE) * _CHUNK_BYTES
-    rest = _GROUP_ALIGN + _GROUP_WARPS * levels + -(-chunks * _CHUNK_ENTRY // 16) * 16
+    rest = _GROUP_ALIGN + _GROUP_WARPS * levels + _chunk_list_bytes(chunks)
     slots = max(0, min(_GROUP_SLOTS, (shared_memory()[0] - _RESERVED - rest) // slot))
     return levels, slots, rest + slots * slot
+
+
+def _chunk_list_bytes(chunks: int) -> int:
+    """Shared memory of a list of chunks, in whole pieces."""
+    return -(-chunks * _CHUNK_ENTRY // 16) * 16
 
 
 def _ring_slots(slot: int, most: int) -> int:
