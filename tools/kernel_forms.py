@@ -157,16 +157,6 @@ def _ring_shapes(form: Form) -> Any:
     return shape_of
 
 
-def _cluster_of(work: Workload, size: int, parts: int, blocks: int) -> FusedShape:
-    """Clusters of ``size`` and ``parts`` of them a tile, more where B's share would not fit."""
-    wide = max(work.widths)
-    room = _lora_choice._SHARED_LIMIT - _lora_choice.cluster_sum_bytes(work, size)
-    fit = max(64, room // (work.max_rank * 2) // 64 * 64)
-    columns = _lora_choice._cut(wide, size * max(parts, math.ceil(wide / (size * fit))))
-    most = work.tile_capacity * _lora_choice._parts(work.widths, size * columns)
-    return FusedShape(size, columns, max(1, min(most, 4 * blocks // size)))
-
-
 def _cluster_shapes(form: Form) -> Any:
     plain = _lora_choice.cluster_shape
 
@@ -176,12 +166,15 @@ def _cluster_shapes(form: Form) -> Any:
             return shape
         wide = max(work.widths)
         size = min(form.cluster or shape.cluster, k_ranges(work.in_features), 8)
-        if form.kernel == "cluster":
-            return _cluster_of(work, size, form.parts, blocks)
-        ctas = math.ceil(wide / shape.cta_columns * form.spread)
         room = _lora_choice._SHARED_LIMIT - _lora_choice.cluster_sum_bytes(work, size)
-        fit = max(64, min(_lora_choice._B_LIMIT, room) // (work.max_rank * 2) // 64 * 64)
-        columns = min(fit, _lora_choice._cut(wide, max(size, ctas)))
+        if form.kernel != "cluster":
+            room = min(_lora_choice._B_LIMIT, room)
+        fit = max(64, room // (work.max_rank * 2) // 64 * 64)
+        if form.kernel == "cluster":
+            ctas = size * max(form.parts, math.ceil(wide / (size * fit)))
+        else:
+            ctas = max(size, math.ceil(wide / shape.cta_columns * form.spread))
+        columns = min(fit, _lora_choice._cut(wide, ctas))
         most = work.tile_capacity * _lora_choice._parts(work.widths, size * columns)
         return FusedShape(size, columns, max(1, min(most, 4 * blocks // size)))
 

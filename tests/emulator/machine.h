@@ -213,6 +213,16 @@ bool is_private(u64 address);  // a thread's stack, the program's constants
 using Products = double[16][8];
 float half_value(u32 bits);
 float bfloat_value(u32 bits);
+// A lane's part of A [16, 16], as mma/mma.cuh describes it.
+template <float (*kValue)(u32)>
+void place_a(double (&a)[16][16], u32 lane, const u32* words) {
+  const u32 g = lane / 4, t = lane % 4;
+  for (u32 i = 0; i < 4; ++i) {
+    double* row = &a[g + (i & 1) * 8][2 * t + (i >> 1) * 8];
+    row[0] = kValue(words[i]);
+    row[1] = kValue(words[i] >> 16);
+  }
+}
 void multiply(const double (&a)[16][16], const double (&b)[16][8], Products& sum);
 void meet_warp(const char* operation, void (*finish)());  // the last lane runs `finish`
 

@@ -62,11 +62,7 @@ void unpack(const Warp& warp, double (&a)[16][16], double (&b)[16][8]) {
   for (u32 lane = 0; lane < kWarpSize; ++lane) {
     const u32 g = lane / 4, t = lane % 4;
     const u32* operand = warp.operands[lane];
-    for (u32 i = 0; i < 4; ++i) {
-      double* row = &a[g + (i & 1) * 8][2 * t + (i >> 1) * 8];
-      row[0] = kValue(operand[i]);
-      row[1] = kValue(operand[i] >> 16);
-    }
+    place_a<kValue>(a, lane, operand);
     for (u32 i = 0; i < 2; ++i) {
       const u32 k = 2 * t + i * 8;
       b[k][g] = kValue(operand[4 + i]);

@@ -25,6 +25,7 @@ u32 first_byte(u64 operand) {
 }
 
 // B [16, 8] of the columns from `column` on.
+template <float (*kValue)(u32)>
 void read_b(double (&b)[16][8], const Product& product, u32 column) {
   for (u32 n = 0; n < 8; ++n) {
     for (u32 k = 0; k < 16; k += 2) {
@@ -33,31 +34,22 @@ void read_b(double (&b)[16][8], const Product& product, u32 column) {
       shared_read_async(address, 4);
       u32 word;
       memcpy(&word, host(address), 4);
-      b[k][n] = product.fp16 ? half_value(word) : bfloat_value(word & 0xffff);
-      b[k + 1][n] = product.fp16 ? half_value(word >> 16) : bfloat_value(word >> 16);
+      b[k][n] = kValue(word);
+      b[k + 1][n] = kValue(word >> 16);
     }
   }
 }
 
-void read_a(double (&a)[16][16], u32 index) {
-  for (u32 lane = 0; lane < kWarpSize; ++lane) {
-    const u32 g = lane / 4, t = lane % 4;
-    const Product& own = lane_of(lane).products[index];
-    for (u32 i = 0; i < kWords; ++i) {
-      double* row = &a[g + (i & 1) * 8][2 * t + (i >> 1) * 8];
-      row[0] = own.fp16 ? half_value(own.a[i]) : bfloat_value(own.a[i] & 0xffff);
-      row[1] = own.fp16 ? half_value(own.a[i] >> 16) : bfloat_value(own.a[i] >> 16);
-    }
-  }
-}
-
+template <float (*kValue)(u32)>
 void multiply_one(u32 index) {
   const Product first = lane_of(0).products[index];
   double a[16][16], b[16][8];
-  read_a(a, index);
+  for (u32 lane = 0; lane < kWarpSize; ++lane) {
+    place_a<kValue>(a, lane, lane_of(lane).products[index].a);
+  }
   for (u32 i = 0; i < first.floats / 4; ++i) {
     Products sums;
-    read_b(b, first, i * 8);
+    read_b<kValue>(b, first, i * 8);
     multiply(a, b, sums);
     for (u32 lane = 0; lane < kWarpSize; ++lane) {
       const Product& own = lane_of(lane).products[index];
@@ -71,8 +63,10 @@ void multiply_one(u32 index) {
 }
 
 void finish_products() {
-  const size_t count = lane_of(0).products.size();
-  for (u32 i = 0; i < count; ++i) multiply_one(i);
+  const std::vector<Product>& products = lane_of(0).products;
+  for (u32 i = 0; i < products.size(); ++i) {
+    products[i].fp16 ? multiply_one<half_value>(i) : multiply_one<bfloat_value>(i);
+  }
 }
 
 }  // namespace
