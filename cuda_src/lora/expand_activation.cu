@@ -54,18 +54,6 @@ constexpr int kRowsAhead = 4;  // base rows that a warp has in flight
 template <int NT, bool kVector>
 constexpr int kBlocksPerSm = NT == 1 && kVector && __CUDA_ARCH__ < 1200 ? 3 : 2;
 
-// Waits for the shrink once, wherever its h or the first write comes up.
-struct Gate {
-  bool passed = false;
-
-  __device__ __forceinline__ void pass() {
-    if (passed) return;
-    wait_for_predecessor();
-    release_successor();
-    passed = true;
-  }
-};
-
 // One module's B for a tile's expert.
 struct Factor {
   const u8* b;
@@ -188,7 +176,7 @@ struct PartRows {
 
 template <typename T, int NT, bool kVector>
 __device__ __forceinline__ void activate_tile(const ExpandActivationArgs& args, i64 index,
-                                              i64 following, Gate& gate) {
+                                              i64 following, Predecessor& predecessor) {
   const ActivationForm& form = args.form;
   const i32 lane = threadIdx.x % kWarp, g = lane >> 2, t = lane & 3;
   const TilePlace place(args, index, kBlockColumns);
@@ -220,7 +208,7 @@ __device__ __forceinline__ void activate_tile(const ExpandActivationArgs& args, 
   const i32 biased = args.bias == nullptr ? 0 : columns;
   GateUpPieces<T, kVector>::prefetch(bias_row, column, biased, form);
   if (following >= 0) prefetch_item(args, following);
-  gate.pass();
+  predecessor.wait();
 
   float acc[2][NT][kMTiles][4] = {};
   i32 exponent[2][NT] = {};
@@ -290,7 +278,7 @@ __device__ __forceinline__ void activate_tile(const ExpandActivationArgs& args, 
 // The same for float32: fused multiply-adds, a lane's four columns of one row at a time.
 template <bool kVector>
 __device__ __forceinline__ void activate_tile_f32(const ExpandActivationArgs& args, i64 index,
-                                                  Gate& gate) {
+                                                  Predecessor& predecessor) {
   constexpr int kPer = kPieceElements<float>;
   const ActivationForm& form = args.form;
   const TilePlace place(args, index, kWarp * kPer);
@@ -298,7 +286,7 @@ __device__ __forceinline__ void activate_tile_f32(const ExpandActivationArgs& ar
   const Factor factors[2] = {Factor(args, tile, 0), Factor(args, tile, 1)};
   const i32 lane = threadIdx.x % kWarp;
   const i32 column = (place.block * kWarp + lane) * kPer, columns = form.hidden - column;
-  gate.pass();
+  predecessor.wait();
   if (columns <= 0) return;
   GateUpPieces<float, kVector> bias;
   bias.load(
@@ -341,7 +329,7 @@ __device__ __forceinline__ i32 base_blocks(const ExpandActivationArgs& args, i32
 // The base rows among 32 sorted rows, 32 pieces of columns.
 template <typename T, bool kVector>
 __device__ __forceinline__ void activate_base_rows(const ExpandActivationArgs& args, i64 index,
-                                                   Gate& gate) {
+                                                   Predecessor& predecessor) {
   constexpr int kPer = kPieceElements<T>;
   const ActivationForm& form = args.form;
   const i32 lane = threadIdx.x % kWarp;
@@ -381,7 +369,7 @@ __device__ __forceinline__ void activate_base_rows(const ExpandActivationArgs& a
       biases[i].load(reinterpret_cast<const T*>(args.bias) + e * form.width(), column,
                      live && args.bias != nullptr ? columns : 0, form);
     }
-    gate.pass();
+    predecessor.wait();
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) {
       if (row[i] < 0 || columns <= 0) continue;
@@ -396,7 +384,7 @@ __device__ __forceinline__ void activate_base_rows(const ExpandActivationArgs& a
 // This warp's items one after the other: those of tiles through `tile_item`, then base rows.
 template <typename T, bool kVector, typename TileItem>
 __device__ __forceinline__ void walk_items(const ExpandActivationArgs& args, i32 columns,
-                                           Gate& gate, TileItem tile_item) {
+                                           Predecessor& predecessor, TileItem tile_item) {
   const i64 per_tile = static_cast<i64>(ceil_div(args.form.hidden, columns)) * args.parts;
   const i64 chunks = ceil_div(args.num_rows, kWarp);
   const i64 tile_items = *args.tile_count * per_tile;
@@ -404,8 +392,10 @@ __device__ __forceinline__ void walk_items(const ExpandActivationArgs& args, i32
   const i64 warps = static_cast<i64>(gridDim.x) * (blockDim.x / kWarp);
   i64 at = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
   for (; at < tile_items; at += warps) tile_item(at, at + warps < tile_items ? at + warps : -1);
-  for (; at < items; at += warps) activate_base_rows<T, kVector>(args, at - tile_items, gate);
-  gate.pass();
+  for (; at < items; at += warps) {
+    activate_base_rows<T, kVector>(args, at - tile_items, predecessor);
+  }
+  predecessor.wait();
 }
 
 }  // namespace
@@ -413,15 +403,16 @@ __device__ __forceinline__ void walk_items(const ExpandActivationArgs& args, i32
 template <typename T, int NT, bool kVector>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<NT, kVector>))
     lora_expand_activation(ExpandActivationArgs args) {
-  Gate gate;
-  walk_items<T, kVector>(args, kBlockColumns, gate, [&](i64 at, i64 following) {
-    activate_tile<T, NT, kVector>(args, at, following, gate);
+  Predecessor predecessor;  // waited for wherever h or the first write comes up
+  walk_items<T, kVector>(args, kBlockColumns, predecessor, [&](i64 at, i64 following) {
+    activate_tile<T, NT, kVector>(args, at, following, predecessor);
   });
 }
 
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads) lora_expand_activation_f32(ExpandActivationArgs args) {
-  Gate gate;
-  walk_items<float, kVector>(args, kWarp * kPieceElements<float>, gate,
-                             [&](i64 at, i64) { activate_tile_f32<kVector>(args, at, gate); });
+  Predecessor predecessor;
+  walk_items<float, kVector>(args, kWarp * kPieceElements<float>, predecessor, [&](i64 at, i64) {
+    activate_tile_f32<kVector>(args, at, predecessor);
+  });
 }
